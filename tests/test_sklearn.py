@@ -24,7 +24,7 @@ from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import make_likelihood
 from flowbnn.methods import METHODS
 from flowbnn.sklearn import BayesianClassifier, BayesianRegressor, log_likelihood_score
-from flowbnn.sklearn.base import find_method
+from flowbnn.sklearn.base import CALIBRATORS, find_method
 
 CHEAP = {"method": "map", "hidden_sizes": (16,), "epochs": 20, "lr": 0.03, "batch_size": 32}
 
@@ -222,6 +222,31 @@ def test_methods_by_name(name):
     assert type(model._make_method()).name == {"ensemble": "deep-ensemble"}.get(name, name.replace("_", "-"))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("vector", fb.VectorScaling),
+        ("matrix_scaling", fb.MatrixScaling),
+        ("refit", fb.LastLayerRefit),
+        ("last-layer-refit", fb.LastLayerRefit),
+    ],
+)
+def test_calibrators_have_the_names_of_candidates_and_classes(name, kind):
+    X, y = load_iris(return_X_y=True)
+    model = BayesianClassifier("mle", epochs=3, hidden_sizes=(8,), calibrate=name, random_state=0)
+    expected = clone(model).set_params(calibrate=kind())
+    assert np.array_equal(model.fit(X, y).predict_proba(X), expected.fit(X, y).predict_proba(X))
+    assert not np.array_equal(
+        model.predict_proba(X), clone(model).set_params(calibrate=False).fit(X, y).predict_proba(X)
+    )
+
+
+def test_unknown_calibrators_are_refused_with_all_names(curve):
+    with pytest.raises(FlowBNNError) as caught:
+        regressor(calibrate="isotonic").fit(*curve)
+    assert all(name in str(caught.value) for name in CALIBRATORS)
+
+
 @pytest.mark.parametrize("calibrate", [True, "temperature", fb.Temperature(validation_fraction=0.3)])
 def test_calibration_on_held_out_rows(calibrate, curve):
     model = regressor(calibrate=calibrate).fit(*curve)
@@ -342,8 +367,8 @@ def test_invalid_data_have_the_messages_of_scikit_learn(curve):
 
 
 def test_all_methods_have_names_that_the_estimators_find():
-    assert all(find_method(name, "method") is METHODS[name] for name in METHODS)
-    assert find_method("deep_ensemble", "method") is fb.DeepEnsemble
+    assert all(find_method(name) is METHODS[name] for name in METHODS)
+    assert find_method("deep_ensemble") is fb.DeepEnsemble
 
 
 def test_standard_scaling_is_inside(curve):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.calibrate.problems import LinearRegression
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import flowbnn as fb
 from flowbnn.calibrate.problem import CalibrationProblem
@@ -201,3 +202,32 @@ def test_class_candidates_of_a_regression_are_refused():
             problem.network, (problem.inputs, problem.targets), candidates=["matrix"], progress=False
         )
     assert (caught.value.kind, caught.value.argument) == ("likelihood", "candidates")
+
+
+class CheckpointedNetwork(nn.Sequential):
+    """Network whose second layer runs again in the backward pass."""
+
+    def forward(self, inputs):
+        return self[2](checkpoint(self[1], self[0](inputs).tanh(), use_reentrant=False).tanh())
+
+
+def test_activation_checkpointing_excludes_the_noise_only():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(200, 4, generator=generator)
+    scores = inputs[:, :2].sum(1) + torch.randn(200, generator=generator)
+    data = inputs, (scores > 0).long()
+    torch.manual_seed(0)
+    network = CheckpointedNetwork(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    network = fb.MLE(epochs=30).fit(network, (inputs[:100], data[1][:100]), seed=0, progress=False).model
+    with pytest.warns(FlowBNNWarning) as caught:
+        posterior = fb.calibrate(network, data, folds=2, progress=False)
+    excluded = [warning.message for warning in caught if warning.message.kind == "excluded"]
+    assert [(warning.fields["candidate"], warning.fields["layer"]) for warning in excluded] == [
+        ("noise", "1")
+    ]
+    assert "activation checkpointing" in str(excluded[0])
+    assert set(posterior.calibration.excluded) == {"noise", "noise+temperature"}
+    assert set(posterior.calibration.nll) == {"plain", "temperature", "vector", "matrix", "refit", "mixture"}
+    for options in ({"candidates": ["noise"]}, {"rules": {"*": fb.noise.NormalAffine()}}):
+        with pytest.raises(FlowBNNError, match="set its rule to None"):
+            fb.calibrate(network, data, folds=2, progress=False, **options)

@@ -57,6 +57,29 @@ def test_masks_of_pixels_are_served():
     assert sets.predict_set(logits).shape == (40, 3, 3)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_all_predictions_are_accepted_if_their_error_is_small_enough(seed):
+    """40 examples without an error bound the error rate by a tenth, but 20 do not."""
+    logits = 4.0 * torch.randn(40, 3, generator=torch.Generator().manual_seed(seed))
+    classifier = fb.control_risk(CLASSES, (logits, logits.argmax(1)), "selective-error", 0.1, seed=seed)
+    assert classifier.evaluate((logits, logits.argmax(1))) == {"error": 0.0, "accepted": 1.0}
+
+
+def test_errors_that_depend_on_no_uncertainty_are_rarely_accepted():
+    """All errors have a rate above the level, so that every accepted threshold violates it."""
+    generator, accepted = torch.Generator().manual_seed(0), 0
+    for split in range(200):
+        logits = torch.randn(100, 2, generator=generator)
+        wrong = torch.rand(100, generator=generator) < 0.11
+        labels = torch.where(wrong, logits.argmin(1), logits.argmax(1))
+        try:
+            fb.control_risk(CLASSES, (logits, labels), "selective-error", 0.1, confidence=0.8, seed=split)
+        except FlowBNNError:
+            continue
+        accepted += 1
+    assert accepted <= 40  # of 200, for a confidence of 0.8
+
+
 def test_the_selective_error_is_controlled_with_the_confidence():
     """A refusal, because no threshold is certain enough, is allowed in few splits."""
     generator, violations, accepted, refusals = torch.Generator().manual_seed(0), [], [], []

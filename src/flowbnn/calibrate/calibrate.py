@@ -161,9 +161,12 @@ def calibrate(
     def make_problem() -> CalibrationProblem:
         return CalibrationProblem(data, rules, flow, prior_scale or 0.5, structure, seed)
 
+    noise_options = {"rules": rules, "flow": flow, "prior_scale": prior_scale}
+    arguments = [name for name, value in noise_options.items() if value is not None]
+    arguments += [] if structure == "auto" else ["structure"]
     exclude_failures = candidates == "auto"
     search = _CandidateSearch(
-        data, Folds(data, groups), make_problem, prior, samples, seed, progress, exclude_failures
+        data, Folds(data, groups), make_problem, prior, samples, seed, progress, exclude_failures, arguments
     )
     if limits is not None and (folds > 0 or limits.kind in ("classes", "targets")):
         search.excluded = {name: limits.message for name in names if name not in limits.candidates}
@@ -222,6 +225,7 @@ class _CandidateSearch:
         seed: Seed of the folds of a refit.
         progress: If True, shows progress bars.
         exclude_failures: If True, a candidate that does not support the network is excluded. Otherwise its error is raised.
+        noise_arguments: Arguments about the noise that the caller has set. Errors about them are raised.
     """
 
     data: HeldOutData
@@ -232,6 +236,7 @@ class _CandidateSearch:
     seed: int
     progress: bool
     exclude_failures: bool
+    noise_arguments: Sequence[str]
     predictions: dict[str, Predictions] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
     problem: CalibrationProblem | None = None
@@ -329,9 +334,8 @@ class _CandidateSearch:
         self.predictions[name] = result
 
     def _exclude(self, name: str, error: FlowBNNError) -> None:
-        """Excludes a candidate that failed. Errors of the plain network and errors about arguments are raised."""
-        about_arguments = error.argument in ("rules", "structure", "flow", "prior_scale")
-        if name == "plain" or not self.exclude_failures or about_arguments:
+        """Excludes a candidate that failed. Errors of the plain network and errors about arguments of the caller are raised."""
+        if name == "plain" or not self.exclude_failures or error.argument in self.noise_arguments:
             raise error
         self.excluded[name] = str(error)
         if name == "noise":

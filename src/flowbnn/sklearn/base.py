@@ -18,7 +18,17 @@ from flowbnn.batches import dtype_of
 from flowbnn.data import TensorLoader
 from flowbnn.errors import check_name, value_error
 from flowbnn.likelihoods import Likelihood, RealLikelihood
-from flowbnn.methods import MAP, METHODS, Calibrator, Method, Posterior, Temperature
+from flowbnn.methods import (
+    MAP,
+    METHODS,
+    Calibrator,
+    LastLayerRefit,
+    MatrixScaling,
+    Method,
+    Posterior,
+    Temperature,
+    VectorScaling,
+)
 from flowbnn.models import PeriodicEmbedding
 from flowbnn.options import Count, Ge, Positive, SampleCount, call_factory, check
 from flowbnn.predictive import Predictive
@@ -27,6 +37,17 @@ from flowbnn.training.randomness import preserve_rng_state
 
 NetworkFactory = Callable[[int, int], nn.Module]
 ALIASES = {"ensemble": "deep-ensemble", "dropout": "mc-dropout"}
+CALIBRATORS: dict[
+    str, type[Calibrator]
+] = {  # the short names are those of the candidates of flowbnn.calibrate
+    "temperature": Temperature,
+    "vector": VectorScaling,
+    "vector-scaling": VectorScaling,
+    "matrix": MatrixScaling,
+    "matrix-scaling": MatrixScaling,
+    "refit": LastLayerRefit,
+    "last-layer-refit": LastLayerRefit,
+}
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
     "tanh": nn.Tanh,
@@ -123,7 +144,7 @@ class BayesianEstimator(BaseEstimator, ABC):
 
     def _make_method(self) -> Method:
         """Returns the method with ``epochs`` and ``lr``, inside of the calibrator if there is one."""
-        method = self.method if isinstance(self.method, Method) else find_method(self.method, "method")()
+        method = self.method if isinstance(self.method, Method) else find_method(self.method)()
         if isinstance(self.method, str) and isinstance(method, Calibrator):
             method = replace(method, method=MAP())
         changes = {name: getattr(self, name) for name in ("epochs", "lr") if getattr(self, name) is not None}
@@ -135,7 +156,7 @@ class BayesianEstimator(BaseEstimator, ABC):
             return method
         calibrator: Any = Temperature() if self.calibrate is True else self.calibrate
         if isinstance(calibrator, str):
-            calibrator = find_method(calibrator, "calibrate")()
+            calibrator = find_calibrator(calibrator)()
         if not isinstance(calibrator, Calibrator) or isinstance(method, Calibrator):
             value = f"{calibrator!r} with method={method!r}"
             raise value_error("calibrate", "a calibrator of another method", value, "set calibrate=True")
@@ -219,23 +240,40 @@ class BayesianEstimator(BaseEstimator, ABC):
         return predictive
 
 
-def find_method(name: str, argument: str) -> type[Method]:
+def find_method(name: str) -> type[Method]:
     """Returns the class of a method.
 
     Args:
         name: Name of the method in kebab-case or snake_case, or a short name.
-        argument: Argument that holds the name.
 
     Raises:
         FlowBNNError: If there is no such method.
 
-    >>> find_method("deep_ensemble", "method").__name__, find_method("ensemble", "method").__name__
+    >>> find_method("deep_ensemble").__name__, find_method("ensemble").__name__
     ('DeepEnsemble', 'DeepEnsemble')
     """
     key = ALIASES.get(name, name).replace("_", "-")
     if key not in METHODS:
-        check_name(name, [*ALIASES, *METHODS], "method", argument=argument)
+        check_name(name, [*ALIASES, *METHODS], "method", argument="method")
     return METHODS[key]
+
+
+def find_calibrator(name: str) -> type[Calibrator]:
+    """Returns the class of a calibrator.
+
+    Args:
+        name: Name of the calibrator in kebab-case or snake_case, or of a candidate of :func:`flowbnn.calibrate`.
+
+    Raises:
+        FlowBNNError: If there is no such calibrator.
+
+    >>> find_calibrator("vector_scaling").__name__, find_calibrator("vector").__name__
+    ('VectorScaling', 'VectorScaling')
+    """
+    key = name.replace("_", "-")
+    if key not in CALIBRATORS:
+        check_name(name, CALIBRATORS, "calibrator", argument="calibrate")
+    return CALIBRATORS[key]
 
 
 def standardize_outputs(network: nn.Module, likelihood: RealLikelihood, targets: Tensor) -> None:

@@ -31,8 +31,8 @@ class BayesianClassifier(ClassifierMixin, BayesianEstimator):
         lr: Learning rate. None is the default of the method.
         batch_size: Number of rows in a batch. ``"auto"`` is 64, or 256 for at least 10,000 rows.
         samples: Number of sampled networks in a prediction. None is the default of the posterior.
-        calibrate: Calibration on held-out rows. True fits a temperature (:class:`flowbnn.Temperature`) on a tenth of the rows. The
-            name of another calibrator, or an object, is also possible.
+        calibrate: Calibration on held-out rows. True fits a temperature (:class:`flowbnn.Temperature`) on a tenth of the rows.
+            The name of a calibrator, such as ``"vector"`` or ``"matrix"``, or an object, is also possible.
         standardize: If True, inputs are scaled to zero mean and unit variance.
         random_state: Seed or generator of the fit. Predictions of a fitted estimator never vary.
         verbose: If True, shows a progress bar.

@@ -382,3 +382,19 @@ def test_scaling_keeps_the_energy_of_the_logits(calibrator, network):
     outputs = posterior.sample(0)(inputs).detach()
     torch.testing.assert_close(outputs.softmax(-1), posterior.predict(inputs).probabilities)
     torch.testing.assert_close(outputs.logsumexp(-1), logits.logsumexp(-1))
+
+
+class GraphNetwork(nn.Linear):
+    """Network on the nodes of one graph, whose edges have another number of rows."""
+
+    def forward(self, x, edges):
+        return super().forward(x.index_add(0, edges[0], x[edges[1]]))
+
+
+def test_refit_of_one_graph_is_refused_by_its_own_name():
+    graph = {"x": torch.randn(6, 2), "edges": torch.randint(6, (2, 9))}
+    data = [(graph, torch.arange(6) % 3)]
+    with pytest.raises(FlowBNNError, match="LastLayerRefit needs .*; use fb.MatrixScaling"):
+        fb.LastLayerRefit().fit(GraphNetwork(2, 3), data, **QUIET)
+    with pytest.raises(FlowBNNError, match="Laplace needs .*; use SWAG"):
+        fb.Laplace(epochs=0).fit(GraphNetwork(2, 3), data, **QUIET)

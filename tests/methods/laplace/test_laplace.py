@@ -1,6 +1,7 @@
 """Tests of Laplace against conjugate models and reference curvatures."""
 
 import math
+import warnings
 
 import laplace_truth as truth
 import pytest
@@ -172,6 +173,9 @@ def test_noise_is_finite_with_directions_of_zero_curvature(structure, per_layer)
     assert posterior.likelihood.log_scale.exp().item() == pytest.approx(residuals, rel=0.1)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:the NLL on training data"
+)  # of the wide prior that maximizes the evidence
 def test_newton_steps_converge_to_the_mode():
     """For a nonlinear network, the gradient of the log posterior is zero and the prior maximizes the evidence."""
     inputs, _ = classes(80)
@@ -347,6 +351,21 @@ def test_predictions_worse_than_the_network_are_warned_about():
         )
     warning = next(warning.message for warning in caught if warning.message.kind == "worse")
     assert warning.fields["nll"] > warning.fields["network_nll"] + 0.3
+
+
+@pytest.mark.parametrize(("structure", "prior_scale"), [("diag", 3.0), ("full", 1.0)])
+def test_comparison_on_training_data_has_the_tolerance_of_validation_data(structure, prior_scale):
+    """The network is right and sure here. The diagonal loses a tenth of a nat, the full covariance does not."""
+    network, data, _ = trained_classifier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        method = fb.Laplace(structure, layers="all", prior_scale=prior_scale, epochs=0)
+        posterior = method.fit(network, data, **QUIET)
+    inputs, targets = data[0]
+    nll = posterior.predict(inputs, 32, seed=0).nll(targets).mean()
+    loss = (nll - nn.functional.cross_entropy(network(inputs), targets)).item()
+    assert (0.1 < loss < 0.3) if structure == "diag" else loss < 0.1
+    assert [warning.message.kind for warning in caught] == (["worse"] if structure == "diag" else [])
 
 
 def test_comparison_with_the_network_uses_more_than_one_batch():

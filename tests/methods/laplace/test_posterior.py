@@ -263,6 +263,7 @@ def explicit_fisher(network, names, likelihood, inputs):
     return fisher
 
 
+@pytest.mark.filterwarnings("ignore:the NLL on training data")  # of one example
 @pytest.mark.parametrize("layers", ["last", "all"])
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 def test_posterior_of_predicted_noise_has_the_fisher_matrix(structure, layers, tmp_path):

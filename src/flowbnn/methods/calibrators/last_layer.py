@@ -199,10 +199,10 @@ class LastLayerProblem:
         model = posterior.model
         device, dtype = device_of(model), dtype_of(model)
         first = move(first_batch(held_out, "calibration")[0], device, dtype)
-        layer = trace_layers(model, first).unscaled_output_layer
+        has_classes = isinstance(posterior.likelihood, Categorical | Bernoulli)
+        hint = "use fb.MatrixScaling" if has_classes else "use fb.Temperature"
+        layer = trace_layers(model, first, "LastLayerRefit", hint).unscaled_output_layer
         if layer is None or flattening_of(model) is not None:
-            has_classes = isinstance(posterior.likelihood, Categorical | Bernoulli)
-            hint = "use fb.MatrixScaling" if has_classes else "use fb.Temperature"
             raise _refusal("a final nn.Linear or 1x1 convolution", "layer", hint=hint)
         module: Any = model.get_submodule(layer)
         features, targets, positions = list[Tensor](), list[Tensor](), list[torch.Size]()

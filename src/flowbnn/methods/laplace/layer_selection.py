@@ -63,8 +63,14 @@ def parameter_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def trace_layers(model: nn.Module, inputs: Any) -> LayerTrace:
+def trace_layers(model: nn.Module, inputs: Any, owner: str = "Laplace", hint: str = "use SWAG") -> LayerTrace:
     """Runs up to three examples and records the layers that are called.
+
+    Args:
+        model: Network.
+        inputs: Inputs of a batch.
+        owner: Name of the method in messages.
+        hint: Advice if the inputs cannot be split into examples.
 
     Raises:
         FlowBNNError: If the inputs cannot be split into examples, as a graph with its edges, or if the network fails on three of them.
@@ -72,7 +78,7 @@ def trace_layers(model: nn.Module, inputs: Any) -> LayerTrace:
     if not has_row_axis(inputs):
         sizes = [list(tensor.shape) for tensor in tensors_of(inputs)]
         requirement, value = "inputs with one row per example", f"shapes {sizes}"
-        raise requirement_error("Laplace", requirement, value, "use SWAG", kind="shape", argument="loader")
+        raise requirement_error(owner, requirement, value, hint, kind="shape", argument="loader")
     layers, results = parameter_modules(model), dict[str, Any]()
     calls = LayerTrace(min(3, rows(inputs)))
 
@@ -93,7 +99,7 @@ def trace_layers(model: nn.Module, inputs: Any) -> LayerTrace:
     root = watch_modules({"": model}, None, before_scaling, unscaled=True)
     with root, watch_modules(layers, before, after, unscaled=True), evaluation_mode(model):
         examples = take(inputs, 0, calls.num_rows)
-        with rewrap_forward_errors(examples, f"Laplace fails on the first {calls.num_rows} examples, of"):
+        with rewrap_forward_errors(examples, f"{owner} fails on the first {calls.num_rows} examples, of"):
             outputs = call(model, examples)
     calls.output_shape = outputs.shape[1:]
     last = calls.order[-1] if calls.order else ""
