@@ -122,18 +122,10 @@ def reflect(value: Tensor, units: Tensor) -> Tensor:
     >>> reflect(torch.tensor([3.0, 4.0]), torch.eye(2))
     tensor([-3., -4.])
     """
-    return value - torch.matmul(torch.matmul(value, units.mT), torch.matmul(compact_factor(units), units))
-
-
-def compact_factor(units: Tensor) -> Tensor:
-    r"""Returns the matrix :math:`S` of :func:`reflect`. Its transpose is that of the reflections in reverse order.
-
-    Args:
-        units: Unit vectors, the rows of a matrix ``(K, dim)``.
-    """
-    identity = torch.eye(len(units), dtype=units.dtype, device=units.device)
-    s_inverse = torch.matmul(units, units.mT).triu(1) + 0.5 * identity
-    return solve_triangular(s_inverse, identity, upper=True)
+    half = 0.5 * torch.eye(len(units), dtype=units.dtype, device=units.device)
+    s_inverse = torch.matmul(units, units.mT).triu(1) + half
+    weighted = solve_triangular(s_inverse, units, upper=True)  # S U
+    return value - torch.matmul(torch.matmul(value, units.mT), weighted)
 
 
 def normalize_rows(rows: Tensor) -> Tensor:
@@ -185,10 +177,6 @@ class Reverse(Permutation):
     @checked
     def __init__(self, dim: Dim) -> None:
         super().__init__(torch.arange(dim - 1, -1, -1))
-
-    def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
-        check_vectors(value, self.order.numel(), self)
-        return value.flip(-1), value.new_zeros(value.shape[:-1])  # the gradient of an index takes much longer
 
 
 class Shuffle(Permutation):

@@ -12,7 +12,7 @@ from flowbnn.kernels import Chain, ChainShape, reference
 from flowbnn.numerics import safe_norm, tanh_root, tanh_slope
 from flowbnn.options import Bounds, Count, Dim, Ge, Positive, check, checked
 from flowbnn.transforms.base import BidirectionalTransform, Transform, check_vectors
-from flowbnn.transforms.linear import LULinear, compact_factor, normalize_rows
+from flowbnn.transforms.linear import LULinear, normalize_rows, reflect
 
 _LOG_E_MINUS_1 = 0.5413248546129181  # softplus of it is 1, at which planar and radial flows are the identity
 
@@ -237,38 +237,31 @@ class Sylvester(BidirectionalTransform):
         r"""Returns two functions of row vectors: the products with :math:`Q` and with :math:`Q^\top`."""
         if self.basis == "householder":
             units = normalize_rows(self.reflections)
-            s = compact_factor(units)
-            forth, back = torch.matmul(s, units), torch.matmul(s.mT, units)
-            return (
-                lambda v: v - torch.matmul(torch.matmul(v, units.mT), forth),
-                lambda v: v - torch.matmul(torch.matmul(v, units.mT), back),
-            )
+            return lambda v: reflect(v, units), lambda v: reflect(v, units.flip(0))
         if self.basis == "orthogonal":
             frame = torch.linalg.qr(self.frame).Q
             return lambda v: torch.matmul(v, frame), lambda v: torch.matmul(v, frame.mT)
         rotate = (lambda v: v.flip(-1)) if self.basis == "reversal" else (lambda v: v)
         return rotate, rotate
 
-    def _diagonals(self) -> tuple[Tensor, Tensor]:
-        r"""Returns the diagonals of :math:`R` and :math:`\tilde R`."""
-        # Their product stays above -0.991, so that no slope is below 0.009.
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
+        r"""Returns :math:`R`, :math:`\tilde R` and the slopes at zero, :math:`1 + R_{ii} \tilde R_{ii}`."""
+        # The product of two diagonal entries stays above -0.991, so that no slope is below 0.009.
         bound = 0.995
-        return bound * torch.tanh(self.triangles.diagonal()), bound * torch.tanh(self.raw_diagonal)
+        diagonal = bound * torch.tanh(self.triangles.diagonal())
+        tilde_diagonal = bound * torch.tanh(self.raw_diagonal)
+        r = self.triangles.triu(1) + torch.diag(diagonal)
+        r_tilde = self.triangles.tril(-1).mT + torch.diag(tilde_diagonal)
+        return r, r_tilde, 1 + diagonal * tilde_diagonal
 
     def compute(self, value: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         check_vectors(value, self.dim, self, self.bias)
-        diagonal, tilde_diagonal = self._diagonals()
-        slopes = 1 + diagonal * tilde_diagonal  # at zero
-        upper, tilde_upper = self.triangles.triu(1), self.triangles.tril(-1).mT
+        r, r_tilde, slopes = self._factors()
         rotate, rotate_back = self._rotations()
         rotated = rotate(value)
-        if inverse:
-            r, r_tilde = upper + torch.diag(diagonal), tilde_upper + torch.diag(tilde_diagonal)
-            a = self._solve(rotated, r, r_tilde, slopes)
-        else:
-            a = torch.addcmul(rotated @ tilde_upper.mT + self.bias, rotated, tilde_diagonal)
+        a = self._solve(rotated, r, r_tilde, slopes) if inverse else rotated @ r_tilde.mT + self.bias
         tanh = torch.tanh(a)
-        step = rotate_back(torch.addcmul(tanh @ upper.mT, tanh, diagonal))
+        step = rotate_back(tanh @ r.mT)
         log_det = torch.log(tanh * tanh + tanh_slope(a) * slopes).sum(-1)
         return (value - step, -log_det) if inverse else (value + step, log_det)
 
