@@ -2,8 +2,9 @@
 
     python benchmarks/flows_figure.py [--out docs/images/flows-speed.png]
 
-Reads ``flows.json`` and ``flows_cuda.json`` of this folder, which ``flows.py`` wrote. A point of the figure is the time of flowbnn
-divided by that of the fastest other package, for one dimension, batch size and device.
+Reads ``flows.json``, ``flows_compiled.json`` and ``flows_cuda.json`` of this folder, which ``flows.py`` wrote. A point of the figure
+is the time of flowbnn divided by that of the fastest other package, for one dimension, batch size and device. Compiled flows are
+measured for some families only.
 """
 
 import json
@@ -18,7 +19,11 @@ from common import make_parser
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, NullLocator
 
-DEVICES = {"CPU": ("flows.json", "#0072B2", -0.17), "GPU": ("flows_cuda.json", "#D55E00", 0.17)}
+DEVICES = {
+    "CPU": ("flows.json", "#0072B2", -0.22),
+    "CPU, compiled": ("flows_compiled.json", "#009E73", 0.0),
+    "GPU": ("flows_cuda.json", "#D55E00", 0.22),
+}
 NAMES = {"maf": "MAF", "iaf": "IAF", "sylvester": "Sylvester"}
 
 
@@ -34,7 +39,8 @@ def ratios(rows: Sequence[dict[str, Any]], package: str) -> list[float]:
 
 def interval(values: Sequence[float]) -> str:
     """Returns the smallest and the largest ratio as text."""
-    return f"{min(values):.2f} to {max(values):.2f}" if values else ""
+    bounds = sorted({f"{min(values):.2f}", f"{max(values):.2f}"}) if values else []
+    return " to ".join(bounds)
 
 
 def draw(rows: dict[str, list[dict[str, Any]]], labels: Sequence[str], path: Path) -> None:
@@ -69,8 +75,9 @@ def main() -> None:
     folder = Path(__file__).parent
     rows = {name: json.loads((folder / file).read_text())["rows"] for name, (file, *_) in DEVICES.items()}
     labels = list(dict.fromkeys(label(row) for row in rows["CPU"]))
-    print("| flow, direction | CPU | CPU, default networks | GPU | GPU, default networks |")
-    print("|---|---|---|---|---|")
+    columns = [title for device in DEVICES for title in (device, f"{device}, default networks")]
+    print(f"| flow, direction | {' | '.join(columns)} |")
+    print("|---|" + "---|" * len(columns))
     for name in labels:
         selected = {device: [row for row in rows[device] if label(row) == name] for device in DEVICES}
         cells = [
