@@ -1,5 +1,6 @@
 """Tests of methods on networks with unusual parameters and passes, against their sampled networks run one at a time."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -130,3 +131,36 @@ def test_activation_checkpointing_leaves_the_fit_of_noise_as_it_is(use_reentrant
         fits.append(fb.MCDropout(0.3, epochs=2).fit(network, data, **QUIET).model.state_dict())
     for name, value in fits[0].items():
         torch.testing.assert_close(value, fits[1][name])
+
+
+class TwoOutputs(nn.Linear):
+    """Network that returns a tuple of two outputs, and possibly a state whose first axis is not that of the examples."""
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        return (outputs[:, :2], outputs[:, 2:]) if self.out_features > 2 else (outputs, outputs.mean(0))
+
+
+def output_warnings(network, output):
+    """Returns the shapes in warnings about several outputs, and the number of classes that are fitted."""
+    torch.manual_seed(0)
+    data = [(torch.randn(20, 4), torch.arange(20) % 2)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        posterior = fb.MLE(epochs=1).fit(network, data, output=output, progress=False)
+    messages = [warning.message for warning in caught if isinstance(warning.message, fb.FlowBNNWarning)]
+    shapes = [message.fields["shapes"] for message in messages if message.kind == "outputs"]
+    return shapes, posterior.predict(data[0][0]).probabilities.shape[1]
+
+
+def test_fits_to_the_first_of_several_outputs_raise_a_warning():
+    assert output_warnings(TwoOutputs(4, 5), None) == ([[[20, 2], [20, 3]]], 2)
+
+
+@pytest.mark.parametrize(("output", "classes"), [(0, 2), (1, 3)])
+def test_selected_outputs_raise_no_warning(output, classes):
+    assert output_warnings(TwoOutputs(4, 5), output) == ([], classes)
+
+
+def test_a_state_beside_the_output_raises_no_warning():
+    assert output_warnings(TwoOutputs(4, 2), None) == ([], 2)

@@ -22,7 +22,7 @@ from flowbnn.batches import (
     split_weighted_batch,
     tensors_of,
 )
-from flowbnn.errors import FlowBNNError, requirement_error, value_error
+from flowbnn.errors import FlowBNNError, requirement_error, value_error, warn
 from flowbnn.flattening import flatten_as_targets
 from flowbnn.likelihoods import (
     ConditionalDensity,
@@ -37,7 +37,7 @@ from flowbnn.likelihoods.factory import check_heads, check_serializable
 from flowbnn.likelihoods.probabilities import SigmoidRecorder, warn_probabilities
 from flowbnn.methods.data_summary import DataSummary
 from flowbnn.methods.fit_options import FitOptions
-from flowbnn.networks import evaluation_mode
+from flowbnn.networks import evaluation_mode, watch_modules
 from flowbnn.noise import noise_layers, weight_parameters
 from flowbnn.noise.inspection import ProbePass, inspect_noise, probe_rows
 from flowbnn.noise.modes import record_noise_inputs, share_draws_in_batches
@@ -183,6 +183,7 @@ def try_first_batch(model: nn.Module, inputs: Any) -> FirstBatch:
             stack.enter_context(context)
         noise_inputs = stack.enter_context(record_noise_inputs(model))
         sigmoids = stack.enter_context(SigmoidRecorder())
+        stack.enter_context(watch_modules({"": model}, None, _warn_several_outputs))
         outputs = run_first_batch(model, copies, "first batch")
     drops_inplace = any(
         getattr(module, "inplace", False) and "p" in vars(module) for module in model.modules()
@@ -191,6 +192,23 @@ def try_first_batch(model: nn.Module, inputs: Any) -> FirstBatch:
         clone_inputs_of(model)
     probe = probe_rows(model, inputs) if noise_layers(model) else None
     return FirstBatch(inputs, outputs, noise_inputs, sigmoids.recorded(outputs), probe)
+
+
+def _warn_several_outputs(name: str, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+    """Warns if a network returns a tuple of tensors that all have one row for each example, because only the first is used."""
+    if not isinstance(outputs, list | tuple) or hasattr(outputs, "logits"):
+        return
+    tensors = [value for value in outputs if isinstance(value, Tensor) and value.ndim]
+    shapes = [list(value.shape) for value in tensors if value.shape[0] == tensors[0].shape[0]]
+    if len(shapes) > 1:
+        text = ", ".join(str(shape) for shape in shapes)
+        choice = "use fb.select_output(network, 1) for the second one, or 0 to confirm the first"
+        warn(
+            f"the network returns several outputs, {text}; the first one is used; {choice}",
+            kind="outputs",
+            argument="network",
+            shapes=shapes,
+        )
 
 
 def cuda_devices(device: torch.device) -> list[torch.device]:
