@@ -187,7 +187,7 @@ def train(problem: Problem, data: Pair, seed: int, device: str) -> PointPosterio
 
 
 def load_or_train(job: "Job", problem: Problem, data: Pair) -> tuple[PointPosterior, dict[str, Any]]:
-    """Returns the network of a job and the settings of its training. A network in the folder of trained networks is not trained again."""
+    """Returns the network of a job and the settings of its training. Networks in the folder are not trained again."""
     path = None if job.networks is None else job.networks / f"{job.name}-{job.seed}.flowbnn"
     settings_path = None if path is None else path.with_suffix(".json")
     if path is not None and settings_path is not None and settings_path.is_file():
