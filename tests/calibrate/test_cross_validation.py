@@ -75,15 +75,18 @@ def test_choice_has_the_lowest_nll_of_all_calibrators():
     [
         (-0.5, -0.001, "mixture"),
         (-0.001, 0.001, "temperature"),
-        (0.001, 0.001, "plain"),
+        (0.09, 0.001, "temperature"),
+        (0.11, 0.001, "plain"),
         (None, 0.001, "plain"),
     ],
 )
 def test_mixture_is_chosen_unless_the_plain_network_is_better(temperature, mixture, expected):
+    noise = torch.randn(400, generator=torch.Generator().manual_seed(1)).double()
+    noise = (noise - noise.mean()) / noise.std()  # the standard error of the temperature is 0.05
     plain = torch.rand(400, generator=torch.Generator().manual_seed(0)).double()
     nll = {"plain": plain, "noise": plain - 0.5, "mixture": plain + mixture}
     if temperature is not None:
-        nll["temperature"] = plain + temperature
+        nll["temperature"] = plain + temperature + noise
     assert choose_candidate(nll).name == expected
 
 

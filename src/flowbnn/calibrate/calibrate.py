@@ -90,11 +90,12 @@ def calibrate(
     * ``"mixture"``: a mixture of all other candidates, with weights fitted by stacking, and a temperature. Members with a weight below
       0.02 are dropped.
 
-    The mixture is returned, unless the plain network has a lower negative log-likelihood (NLL). In this case the plain network or
-    temperature scaling is returned, whichever has the lower NLL. Without a mixture among the candidates, the one with the lowest NLL
-    is returned, or the plain network if its NLL is within one standard error of the lowest. A regression has no mixture. The plain
-    network is also returned, with a warning, if the data cannot calibrate it: examples of one class, equal targets, or labels that
-    contradict the network (unless ``folds`` is 0). The caller's network is not modified.
+    The mixture is returned, unless the plain network has a lower negative log-likelihood (NLL). In this case temperature scaling is
+    returned, or the plain network if its NLL is lower than that of temperature scaling by more than two standard errors. Without a
+    mixture among the candidates, the one with the lowest NLL is returned, or the plain network if its NLL is within one standard
+    error of the lowest. A regression has no mixture. The plain network is also returned, with a warning, if the data cannot calibrate
+    it: examples of one class, equal targets, or labels that contradict the network (unless ``folds`` is 0). The caller's network is
+    not modified.
 
     The noise has a Gaussian posterior over all layers. It is fitted to the ELBO by natural gradients
     (:mod:`flowbnn.methods.variational.natural_gradient`), which takes ten to thirty passes over the held-out data and needs no tuning.

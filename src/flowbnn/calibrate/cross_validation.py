@@ -312,9 +312,10 @@ class Choice(NamedTuple):
 def choose_candidate(nll: Mapping[str, Tensor]) -> Choice:
     """Chooses the mixture unless the NLL of the plain network is lower, or without a mixture the candidate with the lowest NLL.
 
-    If the plain network has a lower NLL than the mixture, the temperature is chosen if its NLL is lower still. A single parameter
-    can be fitted to examples that are too few for the mixture. A mixture and a temperature have no margin, because the mixture
-    contains the plain network, and few examples change both little.
+    If the plain network has a lower NLL than the mixture, the temperature is chosen, because a single parameter can be fitted to
+    examples that are too few for the mixture. The plain network is chosen only if its NLL is lower than that of the temperature by
+    more than two standard errors. With few errors among the examples, the folds without them have too low a temperature, so that
+    cross-validation overestimates the NLL of the temperature of all examples.
 
     Without a mixture, the plain network is chosen if its NLL is within one standard error of the lowest. The standard error is that of
     the paired difference.
@@ -333,6 +334,9 @@ def choose_candidate(nll: Mapping[str, Tensor]) -> Choice:
         best = "plain" if gap.mean <= gap.error else best
     elif means["mixture"] < means["plain"]:
         best = "mixture"
+    elif "temperature" not in means:
+        best = "plain"
     else:
-        best = min((name for name in ("plain", "temperature") if name in means), key=means.__getitem__)
+        gap = Difference.of(nll["temperature"], nll["plain"])
+        best = "plain" if gap.mean > 2.0 * gap.error else "temperature"
     return Choice(best, {key: Difference.of(values, nll["plain"]) for key, values in nll.items()})

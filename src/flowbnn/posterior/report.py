@@ -209,6 +209,9 @@ class Calibration(Record):
             return f"{start}: only the plain network was scored."
         if self.choice == "plain":
             if "mixture" in self.difference:
-                return f"{start}: the plain network is returned because neither the mixture nor temperature scaling has a lower NLL."
+                return f"{start}: the plain network is returned, the mixture and temperature scaling have a higher NLL."
             return f"{start}: the plain network is returned, no calibrator is better by more than one standard error."
-        return f"{start}: {self.choice} is chosen (NLL {self.difference[self.choice]} relative to the plain network)."
+        reason = ""
+        if self.choice == "temperature" and self.difference[self.choice].mean > 0.0:
+            reason = ". The plain network is returned only if it is better by more than two standard errors"
+        return f"{start}: {self.choice} is chosen (NLL {self.difference[self.choice]} relative to the plain network){reason}."
