@@ -148,45 +148,28 @@ def test_warmup_finds_the_scales():
     assert not record["divergent"].any()
 
 
-def sampler_of_gaussian(samples, warmup, path=None):
-    generators = [torch.Generator().manual_seed(chain) for chain in range(2)]
-    starts = torch.zeros(2, 2, dtype=torch.float64)
-    kernel = partial(nuts_kernel, gaussian)
-    return ChainSampler(gaussian, kernel, starts, generators, warmup=warmup, samples=samples, path=path)
+def test_extended_chains_continue_with_more_transitions_per_draw(tmp_path):
+    def sampler(samples, path=None):
+        generators = [torch.Generator().manual_seed(chain) for chain in range(2)]
+        starts = torch.zeros(2, 2, dtype=torch.float64)
+        kernel = partial(nuts_kernel, gaussian)
+        return ChainSampler(gaussian, kernel, starts, generators, warmup=6, samples=samples, path=path)
 
-
-def test_extended_chains_adapt_again():
-    sampler = sampler_of_gaussian(50, 60)
-    sampler.run(progress=False)
-    # the step size of chains that warmed up somewhere else
-    sampler.warmup.step_size = torch.full_like(sampler.warmup.step_size, 1e4)
-    state = sampler.state
-    sampler.number -= 50
-    sampler.draws = {name: [] for name in sampler.record_names}
-    assert sampler.run(progress=False)["acceptance"].max() == 0.0
-    assert torch.equal(sampler.state.position, state.position)
-    sampler.extend()
-    record = sampler.run(progress=False)
-    assert record["position"].shape == (2, 50, 2)
-    assert record["acceptance"].mean() > 0.6
-    assert (sampler.thin, sampler.number) == (2, 60 + 50 + 60 + 2 * 50)
-
-
-@pytest.mark.parametrize("transitions", [3, 9], ids=["in the warm-up", "in the draws"])
-def test_extended_chains_resume_to_the_same_draws(tmp_path, transitions):
-    def begin(path=None):
-        sampler = sampler_of_gaussian(5, 6, path)
+    def extended(sampler):
         sampler.run(progress=False)
         sampler.extend()
-        return sampler
+        return sampler.run(progress=False)["position"]
 
-    expected = begin().run(progress=False)["position"]
-    interrupted = begin(tmp_path / "chains.safetensors")
-    for _ in range(transitions):
+    expected = sampler(5 + 10).run(progress=False)["position"][:, 6::2]
+    assert torch.equal(extended(sampler(5)), expected)
+    interrupted = sampler(5, tmp_path / "chains.safetensors")
+    interrupted.run(progress=False)
+    interrupted.extend()
+    for _ in range(3):
         interrupted.advance(interrupted.number)
     interrupted.save(interrupted.snapshot())
-    resumed = sampler_of_gaussian(5, 6, tmp_path / "chains.safetensors").run(resume=True, progress=False)
-    assert torch.equal(resumed["position"], expected)
+    resumed = sampler(5, tmp_path / "chains.safetensors").run(resume=True, progress=False)["position"]
+    assert torch.equal(resumed, expected)
 
 
 @pytest.mark.parametrize("start", [0.01, 30.0])

@@ -324,7 +324,7 @@ class FakeSampler:
     ("samples", "rhats", "rounds"),
     [
         (None, [1.3, 1.2, 1.0], [1, 2, 4]),
-        (None, [1.3] * 3, [1, 2, 4]),
+        (None, [1.3] * 4, [1, 2, 4, 8]),
         (200, [1.3], [1]),
         (None, [None], [1]),
     ],

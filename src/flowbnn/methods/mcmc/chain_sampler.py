@@ -64,7 +64,7 @@ class ChainSampler:
     ) -> None:
         self.potential, self.kernel, self.generators = potential, kernel, list(generators)
         self.num_warmup, self.samples, self.thin = warmup, samples, thin
-        self.first_transition = 0  # of the warm-up; the draws follow it
+        self.first_draw = warmup  # transition at which the draws begin
         self.path, self.checkpoint_every, self.settings = path, checkpoint_every, dict(settings or {})
         self.warmup = Warmup(potential, self.generators, starts, warmup, target)
         self.starts = starts
@@ -113,25 +113,14 @@ class ChainSampler:
         record = {name: torch.stack(draws, 1) for name, draws in self.draws.items()}
         return {**record, "step_size": self.warmup.step_size.clone()}
 
-    @property
-    def first_draw(self) -> int:
-        """Transition at which the draws begin."""
-        return self.first_transition + self.num_warmup
-
     def extend(self) -> None:
-        """Begins again at the current positions: a warm-up, then as many draws with twice as many transitions per draw.
-
-        Step size and mass adapt again, because those of chains that had not arrived do not suit where they are now.
-        """
-        assert self.state is not None
-        self.first_transition, self.thin = self.number, 2 * self.thin
+        """Begins as many draws again, with twice as many transitions per draw. The draws so far become part of the warm-up."""
+        self.first_draw, self.thin = self.number, 2 * self.thin
         self.draws = {name: [] for name in self.record_names}
-        with torch.no_grad():
-            self.warmup.restart(self.state)
 
     def _describe(self, transition: Transition) -> list[str]:
         """Returns the stage of the chains, the acceptance probability of their last transition, and the step size."""
-        stage = "warm-up" if self.number <= self.first_draw else "draws"
+        stage = "warm-up" if self.number <= self.num_warmup else "draws"
         acceptance, step_size = float(transition.acceptance.mean()), float(self.warmup.step_size.mean())
         return [stage, f"acceptance {acceptance:.2f}", f"step size {step_size:.2g}"]
 
@@ -140,8 +129,8 @@ class ChainSampler:
         assert self.state is not None
         warmup = self.warmup
         state, transition = self.kernel(self.state, warmup.step_size, warmup.inverse_mass, self.generators)
-        if number < self.first_draw:
-            warmup.update(number - self.first_transition, state, transition.acceptance)
+        if number < self.num_warmup:
+            warmup.update(number, state, transition.acceptance)
         elif (number - self.first_draw + 1) % self.thin == 0:
             values = {"position": state.position.cpu(), "energy": state.energy.cpu(), **transition._asdict()}
             for name, draws in self.draws.items():
@@ -160,7 +149,7 @@ class ChainSampler:
         assert self.state is not None
         return {
             "number": self.number,
-            "first_transition": self.first_transition,
+            "first_draw": self.first_draw,
             "thin": self.thin,
             "state": self.state._asdict(),
             "warmup": self.warmup.state(),
@@ -171,8 +160,7 @@ class ChainSampler:
         """Writes the checkpoint of a snapshot with its draws. Returns False if there is no file to write."""
         if self.path is None or not is_main_process():
             return False
-        first_draw = snapshot["first_transition"] + self.num_warmup
-        count = max(0, snapshot["number"] - first_draw) // snapshot["thin"]
+        count = max(0, snapshot["number"] - snapshot["first_draw"]) // snapshot["thin"]
         draws = {name: torch.stack(values[:count], 1) for name, values in self.draws.items() if count}
         save_state(self.path, {**snapshot, "draws": draws, "settings": self.settings})
         self.last_save = time.monotonic()
@@ -188,8 +176,7 @@ class ChainSampler:
         self._check_file(path, file)
         with file.reading():
             saved = decode_state(file.document, file.tensors)
-        self.number, self.thin = saved["number"], saved["thin"]
-        self.first_transition = saved["first_transition"]
+        self.number, self.first_draw, self.thin = saved["number"], saved["first_draw"], saved["thin"]
         self.state = ChainState(
             **{name: value.to(self.starts.device) for name, value in saved["state"].items()}
         )
@@ -212,8 +199,8 @@ class ChainSampler:
             stored = settings.get(changed)
             text = f"'{path}' has {changed}={stored!r}, not {self.settings[changed]!r}; use the same value, or resume=False"
             raise FlowBNNError(text, kind="resume", argument=changed)
-        number, first, thin = (file.document.get(name, 0) for name in ("number", "first_transition", "thin"))
-        expected = self._expected_tensors(max(0, number - first - self.num_warmup) // max(1, thin))
+        number, first, thin = (file.document.get(name, 0) for name in ("number", "first_draw", "thin"))
+        expected = self._expected_tensors(max(0, number - first) // max(1, thin))
         for name, view in file.views.items():
             is_record = name in expected and name.removeprefix("draws/") in self.record_names
             if is_record and view.dtype in (torch.bool, torch.int64, torch.float32, torch.float64):

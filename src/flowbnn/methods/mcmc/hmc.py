@@ -5,7 +5,6 @@ comes from the finite number of draws; see ``posterior.diagnostics()``. They ser
 https://arxiv.org/abs/1206.1901; Hoffman and Gelman 2014, https://arxiv.org/abs/1111.4246.
 """
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -42,7 +41,6 @@ from flowbnn.methods.mcmc.potential import (
     gather_data,
     noise_sites,
 )
-from flowbnn.methods.mcmc.starts import anchored_starts
 from flowbnn.methods.preparation import prepare
 from flowbnn.options import Bounds, Count, Ge, Positive, Probability, SampleCount, accepts_options_of, options
 from flowbnn.posterior.weights import generator_of, named_parts
@@ -64,8 +62,8 @@ class ChainMethod(Method):
     then undersampled unless the chains are long or ``target_accept`` is high.
 
     Args:
-        samples: Number of draws of each chain. By default, 200 draws are taken. While the R-hat of the outputs exceeds 1.05, the chains
-            adapt again and draw with twice as many transitions per draw, up to 4. A warning is raised if the R-hat is still larger.
+        samples: Number of draws of each chain. By default, 200 draws are taken. While the R-hat of the outputs exceeds 1.05, they are
+            taken again with twice as many transitions per draw, up to 8. A warning is raised if the R-hat is still larger.
         warmup: Number of transitions of each chain before the draws, which adapt step size and mass.
         chains: Number of chains. They run together by ``torch.func.vmap`` if the network supports it.
         thin: Number of transitions per draw.
@@ -74,9 +72,7 @@ class ChainMethod(Method):
             :math:`\mathcal N(1, s^2)` and fixed weights. With noise, sampling a large network has only a few thousand dimensions.
         layers: Glob of the layers with noise; None for all layers that support it.
         noise_scale: Standard deviation :math:`s` of the prior of the noise.
-        spread: Standard deviation of the initial positions around the trained network, in units of the prior standard deviation. With
-            None, every chain starts from its own draw of the prior, moved towards the data by ``10 * warmup`` gradient steps; see
-            :func:`~flowbnn.methods.mcmc.starts.anchored_starts`. Such chains are independent and need a long warm-up.
+        spread: Standard deviation of the initial positions around the trained network, in units of the prior standard deviation.
         prior_scale: Standard deviation of the prior of the weights.
         epochs: Number of epochs of the initial training; 0 to start from the network as it is. By default, training ends at a plateau.
     """
@@ -92,8 +88,7 @@ class ChainMethod(Method):
     variables: Literal["weights", "noise"] = "weights"
     layers: str | None = None
     noise_scale: Positive = 0.5
-    spread: Positive | None = 0.1
-    max_thin: ClassVar[int] = 4  # factor of the transitions per draw of the longest default run
+    spread: Positive = 0.1
 
     def __post_init__(self) -> None:
         if self.layers is not None and self.variables == "weights":
@@ -149,7 +144,7 @@ class ChainMethod(Method):
             record = sampler.run(resume, options.progress, description)
             record["outputs"] = potential.function_values(record["position"])
             rhat = outputs_rhat(record["outputs"])
-            longest = sampler.thin >= self.max_thin * self.thin
+            longest = sampler.thin >= 8 * self.thin
             if self.samples is not None or longest or rhat is None or rhat <= ChainPosterior.max_rhat:
                 return record
             sampler.extend()
@@ -160,7 +155,8 @@ class ChainMethod(Method):
     ) -> ChainSampler:
         """Returns the sampler of the chains, at their initial positions."""
         generators = [generator_of(seed, chain) for chain in range(self.chains)]
-        starts = self._starts(potential, generators)
+        starts = potential.start.expand(self.chains, -1)
+        starts = starts + self.spread * potential.prior_scale * draw_normals(generators, starts)
         # a resumed run may draw more samples, and training has its own checkpoint
         excluded = ("samples", "lr", "optimizer", "schedule")
         settings = {
@@ -187,13 +183,6 @@ class ChainMethod(Method):
             checkpoint_every=options.checkpoint_every,
             settings=settings,
         )
-
-    def _starts(self, potential: NetworkPotential, generators: Sequence[torch.Generator]) -> Tensor:
-        """Returns the initial positions of the chains."""
-        if self.spread is None:
-            return anchored_starts(potential, generators, 10 * self.warmup)
-        starts = potential.start.expand(self.chains, -1)
-        return starts + self.spread * potential.prior_scale * draw_normals(generators, starts)
 
     def potential(
         self, model: nn.Module, likelihood: Likelihood, data: TrainingData, num_data: int
@@ -225,12 +214,11 @@ class ChainMethod(Method):
 @register_method
 @options(kw_only=True, repr=False)
 class HMC(ChainMethod):
-    r"""Hamiltonian Monte Carlo with dual averaging, an adapted diagonal mass and several chains; see :class:`ChainMethod`.
+    """Hamiltonian Monte Carlo with dual averaging, an adapted diagonal mass and several chains; see :class:`ChainMethod`.
 
     Args:
-        steps: Maximum number of leapfrog steps of a transition. Their number is uniform from 1 to ``steps`` for every transition, the
-            same for all chains, so that trajectories do not return to their start. With None, the longest trajectory has the length
-            :math:`\pi` in units of the adapted standard deviations, half a period of a Gaussian, but at most 128 steps.
+        steps: Maximum number of leapfrog steps of a transition. Their number is uniform from 1 to ``steps`` for every transition and
+            chain, so that trajectories do not return to their start.
 
     >>> import flowbnn as fb
     >>> x = torch.linspace(-1, 1, 20)[:, None]
@@ -240,16 +228,14 @@ class HMC(ChainMethod):
     (50, True)
     """
 
-    steps: Count | None = 32
-    max_steps: ClassVar[int] = 128  # of a trajectory whose length is adapted
+    steps: Count = 32
 
     def kernel(self, potential: Potential) -> Kernel:
         def transition(
             state: ChainState, step_size: Tensor, inverse_mass: Tensor, generators: Sequence[torch.Generator]
         ) -> Any:
-            limit = self.steps or min(self.max_steps, math.ceil(math.pi / float(step_size.mean())))
-            uniform = float(draw_uniforms(generators[:1], 1, step_size.device))
-            num_steps = math.floor(uniform * limit) + 1
+            uniforms = draw_uniforms(generators, 1, step_size.device)[:, 0]
+            num_steps = (uniforms * self.steps).floor().long() + 1
             return hmc_kernel(potential, state, step_size, inverse_mass, num_steps, generators)
 
         return transition

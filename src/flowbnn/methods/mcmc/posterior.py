@@ -167,11 +167,9 @@ class ChainPosterior(MemberPosterior):
         rhat = outputs_rhat(self.record["outputs"])
         if rhat is not None and rhat > self.max_rhat:
             thin, warmup = 2 * (thin or self.sampler["thin"]), max(200, 2 * self.sampler["warmup"])
-            ess = float(effective_sample_size(self.record["outputs"].double(), "bulk").min())
-            state = f"R-hat {rhat:.2f} of the outputs exceeds {self.max_rhat}, {ess:.0f} effective draws of {divergent.numel()}"
             advice = f"set thin={thin} and warmup={warmup}, and see posterior.diagnostics()"
-            text = f"the chains have not converged ({state}); {advice}"
-            warn(text, kind="rhat", rhat=rhat, ess=ess, thin=thin, warmup=warmup)
+            text = f"the chains have not converged (R-hat {rhat:.2f}); {advice}"
+            warn(text, kind="rhat", rhat=rhat, thin=thin, warmup=warmup)
 
     def state(self) -> dict[str, Tensor]:
         members = {f"member.{name}": value for name, value in self.members.items()}
