@@ -188,15 +188,15 @@ def train(problem: Problem, data: Pair, seed: int, device: str) -> PointPosterio
 
 def load_or_train(job: "Job", problem: Problem, data: Pair) -> tuple[PointPosterior, dict[str, Any]]:
     """Returns the network of a job and the settings of its training. Networks in the folder are not trained again."""
-    path = None if job.networks is None else job.networks / f"{job.name}-{job.seed}.flowbnn"
-    settings_path = None if path is None else path.with_suffix(".json")
-    if path is not None and settings_path is not None and settings_path.is_file():
+    path = (job.networks or Path()) / f"{job.name}-{job.seed}.flowbnn"
+    settings_path = path.with_suffix(".json")  # written last, so that its network is complete
+    if job.networks is not None and settings_path.is_file():
         posterior = fb.load_posterior(path, problem.network().to(job.device))
         return posterior, json.loads(settings_path.read_text())
     start = time.perf_counter()
     posterior = train(problem, data, job.seed, job.device)
     settings = {"epochs": problem.epochs, "seconds": time.perf_counter() - start}
-    if path is not None and settings_path is not None:
+    if job.networks is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         posterior.save(path)
         settings_path.write_text(json.dumps(settings))
@@ -370,6 +370,8 @@ def main() -> None:
     )
     parser.add_argument("--train", action="store_true", help="train the networks without calibrating them")
     arguments = parser.parse_args()
+    if arguments.train and arguments.networks is None:
+        parser.error("--train needs --networks, the folder of the trained networks")
     path = None if arguments.out is None else arguments.out / "calibrators.json"
     document: dict[str, Any] = {"torch": torch.__version__, "device": arguments.device, "rows": {}}
     if path is not None and path.is_file():
