@@ -5,20 +5,19 @@ prior of equal weights depends less on chance. Several calibrated networks that 
 temperature corrects. The members are almost calibrated, so the prior of this temperature is narrow.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowbnn.calibrate.cross_validation import Folds, Predictions, gather
-from flowbnn.likelihoods import Categorical
-from flowbnn.methods.calibrators.log_temperature import fit_temperatures
+from flowbnn.methods.calibrators.log_temperature import ClassProblem
 from flowbnn.methods.calibrators.temperature import TemperedPosterior
 from flowbnn.metrics.checks import IGNORED, expected_value
 from flowbnn.posterior.base import Posterior
 from flowbnn.posterior.mixture import MixturePosterior, assign_samples
-from flowbnn.posterior.weights import PointPosterior
 from flowbnn.predictive import CategoricalPredictive
 
 PRIOR_SCALE = 0.1  # standard deviation of log T: 95 % of the prior lie between temperatures of 0.82 and 1.22
@@ -101,30 +100,30 @@ class MixtureProblem:
         weights = fitted.new_zeros(self.num_candidates).index_copy(0, torch.tensor(list(selection)), fitted)
         size = self.num_samples * self.log_samples[0][0, 0].numel()
         rows = rows[:: max(1, len(rows) * size // max_numbers)]
-        outputs = self.outputs(weights, rows)
-        (fit,) = fit_temperatures(
-            self._posterior, outputs.double(), self.targets[rows], prior_scale=PRIOR_SCALE
-        )
+        log_samples, log_weights = self.samples(weights, rows)
+        problem = ClassProblem(log_samples.double(), self.targets[rows], log_weights)
+        (fit,) = problem.fit(prior_scale=PRIOR_SCALE)
         return TemperedMixture(weights, fit.temperature)
 
-    def outputs(self, weights: Tensor, rows: Tensor) -> Tensor:
-        """Returns log-probabilities ``[S, B, ..., C]`` of the samples of a mixture for some examples."""
+    def samples(self, weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the log-probabilities ``[S, B, ..., C]`` of samples of a mixture for some examples, and their log-weights ``[S]``.
+
+        A member with one sample, such as a scaled network, has the weight of all samples that the mixture assigns to it.
+        """
         schedule = assign_samples(weights.tolist(), self.num_samples)
-        columns = [values[:, rows] for values in self.log_samples]
-        return torch.stack([columns[index][number % len(columns[index])] for index, number in schedule])
+        counts = Counter((index, number % len(self.log_samples[index])) for index, number in schedule)
+        values = torch.stack([self.log_samples[index][number, rows] for index, number in counts])
+        return values, torch.tensor(list(counts.values()), dtype=torch.float64).div(self.num_samples).log()
 
     def predict(self, mixture: TemperedMixture, rows: Tensor) -> CategoricalPredictive:
         """Returns the mean prediction of a mixture for some examples."""
-        means = [
-            CategoricalPredictive(self.outputs(mixture.weights, chunk) / mixture.temperature).probabilities
-            for chunk in rows.split(256)
-        ]
-        return CategoricalPredictive(torch.cat(means).log()[None])
-
-    @property
-    def _posterior(self) -> PointPosterior:
-        """Posterior whose outputs are log-probabilities."""
-        return PointPosterior(nn.Identity(), Categorical(class_axis=-1))
+        means = []
+        for chunk in rows.split(256):
+            log_samples, log_weights = self.samples(mixture.weights, chunk)
+            tempered = torch.log_softmax(log_samples / mixture.temperature, -1)
+            log_weights = log_weights.to(tempered).view(-1, *(1,) * (tempered.ndim - 1))
+            means.append((tempered + log_weights).logsumexp(0))
+        return CategoricalPredictive(torch.cat(means)[None])
 
 
 def predict_mixture(folds: Folds, candidates: Mapping[str, Predictions]) -> Predictions:

@@ -7,14 +7,16 @@ classified correctly. A regression has no prior, because the unit of its scale i
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from flowbnn.errors import FlowBNNError
 from flowbnn.likelihoods import RealLikelihood
+from flowbnn.metrics.checks import IGNORED
 from flowbnn.posterior.base import Posterior
 from flowbnn.predictive import CategoricalPredictive
 
@@ -22,7 +24,7 @@ PRIOR_SCALE = 0.5  # standard deviation of log T: 95 % of the prior lie between 
 
 
 class TemperatureFit(NamedTuple):
-    """Result of :func:`fit_temperatures` for one set of examples.
+    """Temperature that is fitted to one set of examples.
 
     Args:
         temperature: Temperature.
@@ -42,8 +44,6 @@ def fit_temperatures(
 ) -> list[TemperatureFit]:
     r"""Fits one temperature to each subset of the examples.
 
-    The best point of a grid, which all subsets share, is refined by Newton's method, safeguarded by bisection within its cell.
-
     Args:
         posterior: Posterior of the outputs.
         outputs: Sampled outputs ``[S, N, ...]``, in float64.
@@ -51,86 +51,185 @@ def fit_temperatures(
         subsets: Indices of the examples of each subset. The default is one set of all examples.
         prior_scale: Standard deviation :math:`\tau` of the prior of :math:`\log T`, or None for no prior.
     """
-    subsets = [torch.arange(len(targets), device=targets.device)] if subsets is None else subsets
-    if prior_scale is None or isinstance(posterior.likelihood, RealLikelihood):
-        prior_scale = math.inf
-    coldest, hottest = 1e-2, 1e2  # far outside of what calibration needs
-    low, high = math.log(coldest), math.log(hottest)
-    last = 16  # neighbours are a factor of 1.8 apart
-    grid = [low + (high - low) * index / last for index in range(last + 1)]
-    table = torch.stack([_nll_at(posterior, outputs, targets, u)[0] for u in grid])
-    fits = []
-    for subset in subsets:
-        nll = table[:, subset].sum(1).tolist()
-        values = [value + u**2 / (2.0 * prior_scale**2) for value, u in zip(nll, grid, strict=True)]
-        bound: Literal["", "low", "high"] = "low" if nll[0] <= min(nll) else ""
-        if not bound and nll[-1] <= min(nll):
-            bound = "high"
-        best = min(range(last + 1), key=lambda index: (values[index], abs(grid[index])))
-        if bound and best in (0, last):
-            fits.append(TemperatureFit(coldest if best == 0 else hottest, bound))
-            continue
-        cell = grid[max(0, best - 1)], grid[best], grid[min(last, best + 1)]
-        u = _refine(posterior, outputs[:, subset], targets[subset], cell, prior_scale)
-        fits.append(TemperatureFit(math.exp(u), bound))
-    return fits
+    if isinstance(posterior.likelihood, RealLikelihood):
+        prior_scale = None
+    has_classes = isinstance(posterior._predictive(outputs[:, :1]), CategoricalPredictive)
+    problem = (ClassProblem.read if has_classes else PredictiveProblem)(posterior, outputs, targets)
+    return problem.fit(subsets, prior_scale)
 
 
-def _refine(
-    posterior: Posterior,
-    outputs: Tensor,
-    targets: Tensor,
-    cell: tuple[float, float, float],
-    prior_scale: float,
-) -> float:
-    """Returns the minimum of the penalized NLL over the log-temperature within a cell of the grid."""
-    left, u, right = cell
-    for _ in range(60):
-        _, slope, curvature = _nll_at(posterior, outputs, targets, u, derivatives=True)
-        slope, curvature = slope + u / prior_scale**2, curvature + prior_scale**-2
-        if slope == 0.0:
-            break
-        left, right = (u, right) if slope < 0 else (left, u)
-        newton = u - slope / curvature if curvature > 0 else math.inf
-        proposal = newton if left < newton < right else (left + right) / 2
-        change, u = abs(proposal - u), proposal
-        if change < 1e-7:  # the error after a step of Newton's method is about its square
-            break
-    return u
+class TemperatureProblem(ABC):
+    """Negative log-likelihood (NLL) of examples as a function of the logarithm of a temperature.
+
+    Subclasses define :meth:`select` and :meth:`nll`.
+
+    Args:
+        num_examples: Number of examples.
+        elements: Number of outputs of an example.
+    """
+
+    max_elements: ClassVar[int] = 2**21  # outputs that are computed at once
+
+    def __init__(self, num_examples: int, elements: int) -> None:
+        self.num_examples, self.num_rows = num_examples, max(1, self.max_elements // max(1, elements))
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> Self:
+        """Returns the problem of the examples with these indices."""
+
+    @abstractmethod
+    def nll(self, u: float, rows: slice, derivatives: bool) -> tuple[Tensor, float, float]:
+        """Returns the NLL of some examples at ``T = exp(u)``, and the first two derivatives of their sum in ``u``.
+
+        Args:
+            u: Logarithm of the temperature.
+            rows: Examples.
+            derivatives: If False, the derivatives are zero.
+        """
+
+    def fit(
+        self, subsets: Sequence[Tensor] | None = None, prior_scale: float | None = PRIOR_SCALE
+    ) -> list[TemperatureFit]:
+        r"""Fits one temperature to each subset of the examples.
+
+        The best point of a grid, which all subsets share, is refined by Newton's method, safeguarded by bisection within its cell.
+
+        Args:
+            subsets: Indices of the examples of each subset. The default is one set of all examples.
+            prior_scale: Standard deviation :math:`\tau` of the prior of :math:`\log T`, or None for no prior.
+        """
+        prior_scale = math.inf if prior_scale is None else prior_scale
+        coldest, hottest = 1e-2, 1e2  # far outside of what calibration needs
+        low, high = math.log(coldest), math.log(hottest)
+        last = 16  # neighbours are a factor of 1.8 apart
+        grid = [low + (high - low) * index / last for index in range(last + 1)]
+        table = torch.stack([self._evaluate(u)[0] for u in grid])
+        fits = []
+        for subset in [torch.arange(self.num_examples)] if subsets is None else subsets:
+            subset = subset.to(table.device)
+            nll = table[:, subset].sum(1).tolist()
+            values = [value + u**2 / (2.0 * prior_scale**2) for value, u in zip(nll, grid, strict=True)]
+            bound: Literal["", "low", "high"] = "low" if nll[0] <= min(nll) else ""
+            if not bound and nll[-1] <= min(nll):
+                bound = "high"
+            best = min(range(last + 1), key=lambda index: (values[index], abs(grid[index])))
+            if bound and best in (0, last):
+                fits.append(TemperatureFit(coldest if best == 0 else hottest, bound))
+                continue
+            cell = grid[max(0, best - 1)], grid[best], grid[min(last, best + 1)]
+            u = self.select(subset)._refine(cell, prior_scale)
+            fits.append(TemperatureFit(math.exp(u), bound))
+        return fits
+
+    def _refine(self, cell: tuple[float, float, float], prior_scale: float) -> float:
+        """Returns the minimum of the penalized NLL over the log-temperature within a cell of the grid."""
+        left, u, right = cell
+        for _ in range(60):
+            _, slope, curvature = self._evaluate(u, derivatives=True)
+            slope, curvature = slope + u / prior_scale**2, curvature + prior_scale**-2
+            if slope == 0.0:
+                break
+            left, right = (u, right) if slope < 0 else (left, u)
+            newton = u - slope / curvature if curvature > 0 else math.inf
+            proposal = newton if left < newton < right else (left + right) / 2
+            change, u = abs(proposal - u), proposal
+            if change < 1e-7:  # the error after a step of Newton's method is about its square
+                break
+        return u
+
+    def _evaluate(self, u: float, derivatives: bool = False) -> tuple[Tensor, float, float]:
+        """Returns :meth:`nll` of all examples."""
+        starts = range(0, self.num_examples, self.num_rows)
+        parts = [self.nll(u, slice(low, low + self.num_rows), derivatives) for low in starts]
+        values, slopes, curvatures = zip(*parts, strict=True)
+        return torch.cat(values), sum(slopes), sum(curvatures)
 
 
-def _nll_at(
-    posterior: Posterior,
-    outputs: Tensor,
-    targets: Tensor,
-    u: float,
-    derivatives: bool = False,
-    max_elements: int = 2**21,
-) -> tuple[Tensor, float, float]:
-    """Returns the NLL of each example at ``T = exp(u)``, and the first two derivatives of the sum in ``u``.
+class ClassProblem(TemperatureProblem):
+    r"""Negative log-likelihood of labels under a mixture of classifiers, :math:`\sum_s w_s\, \mathrm{softmax}(f_s e^{-u})`.
+
+    With scaled logits :math:`a = f e^{-u}`, class probabilities :math:`p` and expectations :math:`E` under them, the log-probability
+    :math:`l` of the label :math:`y` has the derivatives :math:`l' = E[a] - a_y` and :math:`l'' = -l' - \mathrm{Var}[a]`. With the
+    posterior weights :math:`v_s \propto w_s e^{l_s}` of the samples, those of :math:`L = \log \sum_s w_s e^{l_s}` are
+    :math:`L' = \sum_s v_s l_s'` and :math:`L'' = \sum_s v_s (l_s'' + l_s'^2) - L'^2`.
+
+    Args:
+        logits: Logits :math:`f` of all samples, ``[S, N, ..., C]``, in float64.
+        targets: Class labels ``[N, ...]``, or soft labels ``[N, ..., C]``. Positions with the label -100 add nothing.
+        log_weights: Logarithms of the weights :math:`w` of the samples, ``[S]``, whose sum is 1.
+    """
+
+    def __init__(self, logits: Tensor, targets: Tensor, log_weights: Tensor) -> None:
+        super().__init__(logits.shape[1], logits[:, :1].numel())
+        # probabilities of zero have derivatives of zero, which those of -inf would not
+        self.logits, self.targets, self.log_weights = logits.clamp(min=-1e100), targets, log_weights
+
+    @classmethod
+    def read(cls, posterior: Posterior, outputs: Tensor, targets: Tensor) -> Self:
+        """Returns the problem of sampled outputs ``[S, N, ...]`` of a posterior, whose samples have equal weights."""
+        rows = max(1, cls.max_elements // max(1, outputs[:, :1].numel()))
+        parts = [posterior._predictive(part).log_samples for part in outputs.detach().split(rows, 1)]
+        weights = outputs.new_full((len(outputs),), -math.log(len(outputs)))
+        return cls(torch.cat(parts, 1), targets, weights)
+
+    def select(self, rows: Tensor) -> Self:
+        """Returns the problem of the examples with these indices."""
+        return type(self)(self.logits[:, rows], self.targets[rows], self.log_weights)
+
+    def nll(self, u: float, rows: slice, derivatives: bool) -> tuple[Tensor, float, float]:
+        """Returns the NLL of some examples, and the derivatives of their sum; see :meth:`TemperatureProblem.nll`."""
+        scaled, targets = self.logits[:, rows] * math.exp(-u), self.targets[rows]
+        if targets.is_floating_point():
+            label_values, label_weights = scaled, targets.to(scaled)
+        else:
+            index = targets.clamp(min=0)[None, ..., None].expand(len(scaled), *targets.shape, 1)
+            label_values, label_weights = scaled.gather(-1, index), (targets != IGNORED)[..., None].to(scaled)
+        normalizer = scaled.logsumexp(-1, keepdim=True)
+        weights = self.log_weights.view(-1, *(1,) * (scaled.ndim - 1))
+        terms = weights + (label_values - normalizer)
+        mixture = terms.logsumexp(0)
+        values = -(label_weights * mixture).flatten(1).sum(1)
+        if not derivatives:
+            return values, 0.0, 0.0
+        probabilities = (scaled - normalizer).exp()
+        mean = (probabilities * scaled).sum(-1, keepdim=True)
+        variance = (probabilities * (scaled - mean).square()).sum(-1, keepdim=True)
+        first = mean - label_values
+        second = first.square() - first - variance
+        posterior = (terms - mixture).exp()
+        slope = (posterior * first).sum(0)
+        curvature = (posterior * second).sum(0) - slope.square()
+        return values, -float((label_weights * slope).sum()), -float((label_weights * curvature).sum())
+
+
+class PredictiveProblem(TemperatureProblem):
+    """Negative log-likelihood of targets under predictive distributions of any kind, with derivatives by autograd.
 
     Args:
         posterior: Posterior of the outputs.
-        outputs: Sampled outputs ``[S, N, ...]``.
+        outputs: Sampled outputs ``[S, N, ...]``, in float64.
         targets: Targets of the examples.
-        u: Logarithm of the temperature.
-        derivatives: If False, the derivatives are zero.
-        max_elements: Number of outputs that are computed at once.
     """
-    num_rows = max(1, max_elements // max(1, outputs[:, :1].numel()))
-    values, slope, curvature = [], 0.0, 0.0
-    with torch.set_grad_enabled(derivatives):
-        for start in range(0, len(targets), num_rows):
-            log_t = torch.tensor(u, dtype=outputs.dtype, device=outputs.device, requires_grad=derivatives)
-            chunk = slice(start, start + num_rows)
-            predictive = apply_temperature(posterior._predictive(outputs[:, chunk]), log_t.exp())
-            nll = predictive.nll(targets[chunk])
-            values.append(nll.detach())
-            if derivatives:
-                (first,) = torch.autograd.grad(nll.sum(), log_t, create_graph=True)
-                (second,) = torch.autograd.grad(first, log_t)
-                slope, curvature = slope + first.item(), curvature + second.item()
-    return torch.cat(values), slope, curvature
+
+    def __init__(self, posterior: Posterior, outputs: Tensor, targets: Tensor) -> None:
+        super().__init__(len(targets), outputs[:, :1].numel())
+        self.posterior, self.outputs, self.targets = posterior, outputs, targets
+
+    def select(self, rows: Tensor) -> Self:
+        """Returns the problem of the examples with these indices."""
+        return type(self)(self.posterior, self.outputs[:, rows], self.targets[rows])
+
+    def nll(self, u: float, rows: slice, derivatives: bool) -> tuple[Tensor, float, float]:
+        """Returns the NLL of some examples, and the derivatives of their sum; see :meth:`TemperatureProblem.nll`."""
+        with torch.set_grad_enabled(derivatives):
+            log_t = self.outputs.new_tensor(u).requires_grad_(derivatives)
+            predictive = apply_temperature(self.posterior._predictive(self.outputs[:, rows]), log_t.exp())
+            nll = predictive.nll(self.targets[rows])
+            if not derivatives:
+                return nll, 0.0, 0.0
+            (first,) = torch.autograd.grad(nll.sum(), log_t, create_graph=True)
+            (second,) = torch.autograd.grad(first, log_t)
+        return nll.detach(), first.item(), second.item()
 
 
 def supports_temperature(predictive: Any) -> bool:

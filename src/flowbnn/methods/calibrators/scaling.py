@@ -220,7 +220,9 @@ def fit_scaling(
         penalties = squares.flatten(1).sum(1) + penalty * classes * bias.square().sum(1)
         return ((nll * mask[rows]).sum(1) + penalties) / sizes[rows]
 
-    change, bias = unpack(minimize_batch(objective, log_samples.new_zeros(count, size + classes)))
+    change, bias = unpack(
+        minimize_batch(objective, log_samples.new_zeros(count, size + classes), tolerance=1e-6)
+    )
     change = change if matrix else torch.diag_embed(change)
     return change + torch.eye(classes, dtype=change.dtype, device=change.device), bias
 
