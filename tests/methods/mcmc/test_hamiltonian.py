@@ -172,6 +172,36 @@ def test_extended_chains_continue_with_more_transitions_per_draw(tmp_path):
     assert torch.equal(resumed, expected)
 
 
+def test_extended_chains_adapt_again_if_they_accept_too_little(tmp_path):
+    """The density is narrow, and the chains have the step size of a wide one. A resumed warm-up ends at the same draws."""
+    narrow = make_potential(lambda q: 0.5 * (100.0 * q).square().sum(-1))
+
+    def kernel(state, size, mass, generators):
+        return hmc_kernel(narrow, state, size, mass, 5, generators)
+
+    def make_sampler(name):
+        generators = [torch.Generator().manual_seed(chain) for chain in range(2)]
+        starts, path = torch.zeros(2, 2, dtype=torch.float64), tmp_path / name
+        return ChainSampler(narrow, kernel, starts, generators, warmup=60, samples=20, path=path)
+
+    sampler = make_sampler("finished.safetensors")
+    sampler.run(progress=False)
+    sampler.extend()
+    assert (sampler.first_adapted, sampler.first_draw) == (0, 80)  # they have accepted enough
+    sampler.warmup.step_size = 100.0 * sampler.warmup.step_size
+    assert sampler.run(progress=False)["acceptance"].mean() < 0.4
+    sampler.extend()
+    assert (sampler.first_adapted, sampler.first_draw) == (120, 180)
+    sampler.advance(sampler.number)
+    sampler.path = tmp_path / "interrupted.safetensors"
+    sampler.save(sampler.snapshot())
+    sampler.path = None
+    record = sampler.run(progress=False)
+    assert record["acceptance"].mean() > 0.6
+    resumed = make_sampler("interrupted.safetensors").run(resume=True, progress=False)
+    assert torch.equal(resumed["position"], record["position"])
+
+
 @pytest.mark.parametrize("start", [0.01, 30.0])
 def test_dual_averaging_reaches_its_target(start):
     """If a step of size e is accepted with probability exp(-e), the target 0.8 is reached at e = -log 0.8."""
