@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from common import make_parser, positive_int
@@ -181,8 +181,9 @@ def train(problem: Problem, data: Pair, seed: int, device: str) -> PointPosterio
     tensors = [tensor.to(device) for tensor in data]
     loader = TensorLoader(*tensors, batch_size=problem.batch, shuffle=True, augment=augment)
     method = fb.MLE(epochs=problem.epochs, lr=problem.lr, **settings)
-    precision = "bf16-mixed" if problem.augment and device == "cuda" else "32-true"
-    options = {"seed": seed, "progress": False, "accelerator": device, "precision": precision}
+    options: dict[str, Any] = {"seed": seed, "progress": False, "accelerator": device}
+    if problem.augment and device == "cuda":
+        options |= {"precision": "bf16-mixed", "acceleration": "compile"}
     return method.fit(problem.network().to(device), loader, **options)
 
 
@@ -208,13 +209,18 @@ def fit_calibrators(
 ) -> dict[str, Callable[[], fb.Posterior]]:
     """Returns functions that fit each calibrator to the held-out data."""
     quiet: dict[str, Any] = {"progress": False, "seed": seed, "accelerator": device}
+
+    def fit_noise(prior: Literal["fixed", "fitted"]) -> fb.Posterior:
+        return fb.calibrate(plain.model, held_out, candidates=["noise"], prior=prior, folds=0, **quiet)
+
     return {
         "plain": lambda: plain,
         "temperature": lambda: fb.Temperature().fit(plain, held_out, **quiet),
         "svs": lambda: fb.VectorScaling().fit(plain, held_out, **quiet),
         "sms": lambda: fb.MatrixScaling().fit(plain, held_out, **quiet),
         "refit": lambda: fb.LastLayerRefit().fit(plain, held_out, **quiet),
-        "noise": lambda: fb.calibrate(plain.model, held_out, candidates=["noise"], folds=0, **quiet),
+        "noise, fixed prior": lambda: fit_noise("fixed"),
+        "noise, fitted prior": lambda: fit_noise("fitted"),
         "calibrate": lambda: fb.calibrate(plain.model, held_out, **quiet),
     }
 
@@ -279,7 +285,8 @@ def run_job(job: Job) -> Iterator[Cell]:
             scores[key]["seconds"] = seconds
             if key == "calibrate":
                 assert posterior.calibration is not None
-                scores[key] |= {"choice": posterior.calibration.choice}
+                scores[key] |= {"choice": posterior.calibration.choice, "prior": posterior.calibration.prior}
+                scores[key] |= {"cross-validated nll": dict(posterior.calibration.nll)}
         yield f"{job.name}/{size}/{seed}", scores, settings
 
 
@@ -322,6 +329,10 @@ def summarize(rows: dict[str, Any]) -> list[dict[str, Any]]:
         ece = {key: fmean(run[key]["ece"] for run in runs) for key in runs[0]}
         best = min(RIVALS, key=lambda key: fmean(nll[key]))
         gap = paired_difference(nll["calibrate"], nll[best])
+        ece_gap = paired_difference(
+            *([run[key]["ece"] for run in runs] for key in ("calibrate", "temperature"))
+        )
+        prior_gap = paired_difference(nll["noise, fitted prior"], nll["noise, fixed prior"])
         choices = [run["calibrate"]["choice"] for run in runs]
         table.append(
             {
@@ -332,6 +343,10 @@ def summarize(rows: dict[str, Any]) -> list[dict[str, Any]]:
                 "best rival": best,
                 "difference": gap.mean,
                 "interval": [gap.low, gap.high],
+                "ece difference to temperature": ece_gap.mean,
+                "ece interval": [ece_gap.low, ece_gap.high],
+                "fitted minus fixed prior": prior_gap.mean,
+                "prior interval": [prior_gap.low, prior_gap.high],
                 "choices": {choice: choices.count(choice) for choice in sorted(set(choices))},
                 "seconds": fmean(run["calibrate"]["seconds"] for run in runs),
             }

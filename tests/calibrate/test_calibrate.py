@@ -390,3 +390,15 @@ def test_nan_likelihoods_are_refused():
             call()
         assert caught.value.kind == "not finite"
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("count", "prior"), [(60, "fitted"), (240, "fixed")])
+def test_prior_depends_on_the_number_of_examples_of_classes(count, prior):
+    """The noise has ten dimensions, and eight examples for each are enough for a fixed prior."""
+    torch.manual_seed(0)
+    network, x = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)), 3.0 * torch.randn(count, 2)
+    labels = torch.multinomial(network(x).softmax(-1), 1)[:, 0]
+    options = {"candidates": ["noise"], "samples": 4, "progress": False}
+    posterior = fb.calibrate(network, (x, labels), folds=2, **options)
+    assert posterior.calibration.prior == prior
+    assert posterior.calibration.dimensions == 10

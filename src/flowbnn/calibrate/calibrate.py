@@ -16,7 +16,6 @@ from flowbnn.calibrate.cross_validation import (
     Folds,
     Predictions,
     choose_candidate,
-    fit_overall_temperature,
     predict_noise,
     predict_plain,
     predict_refit,
@@ -29,6 +28,7 @@ from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData, PriorName
 from flowbnn.convert import Rule
 from flowbnn.errors import FlowBNNError, nonfinite_error, requirement_error, warn
 from flowbnn.likelihoods import Bernoulli, Categorical
+from flowbnn.likelihoods.classes import ClassLikelihood
 from flowbnn.methods.calibrators.folds import split_folds
 from flowbnn.methods.calibrators.label_problems import MIN_EXAMPLES, hard_labels
 from flowbnn.methods.calibrators.last_layer import LastLayerProblem, LastLayerRefit
@@ -98,7 +98,7 @@ def calibrate(
     not modified.
 
     The noise has a Gaussian posterior over all layers. It is fitted to the ELBO by natural gradients
-    (:mod:`flowbnn.methods.variational.natural_gradient`), which takes ten to thirty passes over the held-out data and needs no tuning.
+    (:mod:`flowbnn.methods.variational.natural_gradient`), which takes ten to twenty passes over the held-out data and needs no tuning.
 
     Args:
         network: Trained network. It is copied.
@@ -110,9 +110,10 @@ def calibrate(
             independent ``"layers"``, or ``"factorized"``. ``"auto"`` is factorized if there are fewer examples than dimensions, else
             full up to 6,000 dimensions, then a chain, then factorized.
         prior: Prior of the noise. ``"fixed"`` is :math:`\mathcal N(1, \mathrm{scale}^2)`. ``"fitted"`` has a mean and a standard
-            deviation for every layer that maximize the ELBO, which helps with few examples. ``"auto"`` compares both on
-            the first half of the folds, and on at least two folds. Each fold uses the prior that is better on the other compared
-            folds. Without folds the prior is fixed if there are more examples than dimensions, else fitted.
+            deviation for every layer that maximize the ELBO, which helps with few examples. For classes ``"auto"`` is fixed if there
+            are more than eight examples for each dimension, else fitted. For a regression it compares both on the first half of the
+            folds, and on at least two folds. Each fold uses the prior that is better on the other compared folds. Without folds it is
+            fixed if there are more examples than dimensions, else fitted.
         prior_scale: Standard deviation :math:`\mathrm{scale}` of the fixed prior. The default is 0.5.
         rules: Noise of each layer, with its prior, as in :func:`~flowbnn.to_stochastic`. By default all layers get noise with the same
             prior.
@@ -285,8 +286,7 @@ class _CandidateSearch:
             posterior: Posterior = self.data.point_posterior(all_rows)
         elif name == "noise":
             problem = self.problem = self.make_problem()
-            default: PriorName = "fitted" if len(self.data) <= problem.dim else "fixed"
-            posterior = self._fit_noise(default if self.prior == "auto" else self.prior)
+            posterior = self._fit_noise(problem.default_prior if self.prior == "auto" else self.prior)
         elif name == "refit":
             point, batches = self.data.point_posterior(all_rows), self.data.batches(all_rows)
             posterior = LastLayerRefit().fit_problem(LastLayerProblem.read(point, batches), self.seed)
@@ -345,7 +345,13 @@ class _CandidateSearch:
     def _predict_noise(self) -> Predictions:
         """Returns the predictions of the noise, and sets its prior."""
         self.problem = self.make_problem()
-        priors: list[PriorName] = ["fixed", "fitted"] if self.prior == "auto" else [self.prior]
+        priors: list[PriorName]
+        if self.prior != "auto":
+            priors = [self.prior]
+        elif isinstance(self.data.likelihood, ClassLikelihood):
+            priors = [self.problem.default_prior]
+        else:
+            priors = ["fixed", "fitted"]
         result, prior = predict_noise(
             self.problem, self.folds, priors, self.samples, self.progress, self._fit_noise
         )
@@ -373,7 +379,11 @@ class _CandidateSearch:
 
     def _write_report(self, choice: str, **scores: Any) -> None:
         """Sets the report."""
-        fit, flow, problem = fit_overall_temperature(self.data), self.flow_fit, self.problem
+        fit, flow, problem = (
+            self.data.fit_temperature(torch.arange(len(self.data))),
+            self.flow_fit,
+            self.problem,
+        )
         self.temperature_bound = fit.bound
         self.report = Calibration(
             choice,

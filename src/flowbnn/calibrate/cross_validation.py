@@ -12,11 +12,7 @@ from torch import Tensor
 from flowbnn.calibrate.problem import CalibrationProblem, HeldOutData, PriorName
 from flowbnn.likelihoods import RealLikelihood, learns_noise
 from flowbnn.methods.calibrators.last_layer import LastLayerProblem, LastLayerRefit
-from flowbnn.methods.calibrators.log_temperature import (
-    TemperatureFit,
-    fit_temperatures,
-    supports_temperature,
-)
+from flowbnn.methods.calibrators.log_temperature import fit_temperatures
 from flowbnn.methods.calibrators.scaling import MatrixScaling, VectorScaling
 from flowbnn.methods.calibrators.temperature import Temperature, TemperedPosterior
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
@@ -113,15 +109,6 @@ def predict_plain(folds: Folds) -> Predictions:
         for training, group in zip(folds.training_rows, folds.groups, strict=True)
     ]
     return gather(folds, predictives, lambda: data.point_posterior(torch.arange(len(data))))
-
-
-def fit_overall_temperature(data: HeldOutData) -> TemperatureFit:
-    """Fits one temperature to all held-out data. It is 1 for likelihoods without a temperature, such as counts."""
-    posterior = data.point_posterior(torch.arange(len(data)))
-    if not supports_temperature(posterior._predictive(data.outputs[:1].double()[None])):
-        return TemperatureFit(1.0, "")
-    (fit,) = fit_temperatures(posterior, data.outputs.double()[None], data.targets)
-    return fit
 
 
 def predict_scaled(folds: Folds, name: str, inner: Predictions | None = None) -> Predictions:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import flowbnn as fb
+from flowbnn.methods.calibrators.log_temperature import fit_temperatures
 from flowbnn.methods.variational import natural_gradient
 from flowbnn.methods.variational.block_gaussian import BlockGaussian
 from flowbnn.methods.variational.natural_gradient import fit_gaussian
@@ -232,3 +233,31 @@ def test_mean_of_a_factorized_gaussian_converges_if_inputs_are_correlated(
     assert float(((fit.gaussian.mean - mean) * precision.diagonal().sqrt()).abs().max()) < tolerance
     std = fit.gaussian.variances().sqrt()
     torch.testing.assert_close(std, precision.diagonal().rsqrt(), rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.usefixtures("unrefined")
+def test_fit_of_an_overconfident_network_starts_at_its_temperature(memorized):
+    """Both starts end at the same ELBO. At the temperature, the first estimates are far larger, and fewer steps are rejected."""
+    model = fb.to_stochastic(memorized.network, {"*": NormalAffine()})
+    arguments = model, fb.likelihoods.Categorical(), memorized.inputs, memorized.targets
+    outputs = memorized.network(memorized.inputs).detach().double()[None]
+    plain = fb.methods.PointPosterior(memorized.network, fb.likelihoods.Categorical())
+    (temperature,) = fit_temperatures(plain, outputs, memorized.targets)
+    assert temperature.temperature > 2.0
+    cold, tempered = (
+        fit_gaussian(*arguments, "full", prior="fixed", temperature=value)
+        for value in (1.0, temperature.temperature)
+    )
+    assert tempered.trace[0] > cold.trace[0] + 10.0
+    assert len(tempered.trace) <= len(cold.trace)
+    assert abs(tempered.elbo - cold.elbo) < 3 * math.hypot(tempered.error, cold.error) + 0.5
+
+
+def test_first_step_takes_the_curvature_of_the_data():
+    """With the exact covariance, the gap of the ELBO to the evidence is the KL divergence of Gaussians with different means."""
+    problem = LinearRegression(5)
+    trace = fit_gaussian(*problem.arguments, "full", **FIXED_PRIOR).trace
+    deviation = problem.mean - 1.0
+    gap = 0.5 * float(deviation @ problem.precision @ deviation)
+    assert trace[1] == pytest.approx(float(problem.evidence) - gap, abs=0.1)
+    assert trace[1] > trace[0] + 1.0

@@ -60,6 +60,11 @@ class BlockGaussian:
                 correction = self.links[number - 1].mT @ solution
         return self
 
+    def to(self, dtype: torch.dtype) -> "BlockGaussian":
+        """Returns a Gaussian whose :meth:`deviations` have this dtype."""
+        roots, maps = ([matrix.to(dtype) for matrix in group] for group in (self.roots, self.maps))
+        return replace(self, mean=self.mean.to(dtype), roots=roots, maps=maps)
+
     def deviations(self, normal: Tensor) -> Tensor:
         """Transforms standard normal numbers ``[..., D]`` to deviations from the mean."""
         deviations: list[Tensor] = []

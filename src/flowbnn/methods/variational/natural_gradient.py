@@ -8,8 +8,9 @@ log-likelihood, a step of size :math:`\rho` is
     m &\leftarrow m + \rho \Lambda^{-1} \left(E_q[\nabla \log p(D \mid z)] - V^{-1} (m - \mu)\right)
 
 (Khan et al. 2018, https://arxiv.org/abs/1806.04854). Every example has its own draw, or several if there are few examples, so that one
-pass over the data estimates both expectations. About twenty passes suffice, without a learning rate: a step that lowers the ELBO by
-more than its standard error is undone and halved.
+pass over the data estimates both expectations. About ten passes suffice, without a learning rate: a step that lowers the ELBO by
+more than its standard error is undone and halved. The fit starts at the Gauss-Newton matrix of a narrow Gaussian, whose mean scales the
+last layer to the temperature of the network.
 
 The Gauss-Newton matrix leaves out the curvature of the network, so that the Gaussian is too narrow. If it has few dimensions, the fit
 ends with steps by the exact Hessian (:mod:`~flowbnn.methods.variational.hessian_refinement`).
@@ -114,16 +115,27 @@ class _GaussianProblem:
         sizes = network.sizes
         self.sizes = [sum(sizes)] if structure in ("full", "factorized") else sizes
 
-    def initial_gaussian(self, loc: Tensor, scale: Tensor, std: float = 0.1) -> BlockGaussian:
-        """Returns a Gaussian around one with this standard deviation, under the prior of mean ``loc`` and deviation ``scale``."""
+    def initial_gaussian(
+        self, loc: Tensor, scale: Tensor, temperature: float, std: float = 0.1
+    ) -> BlockGaussian:
+        """Returns a narrow Gaussian around one, under the prior of mean ``loc`` and standard deviation ``scale``.
+
+        Args:
+            loc: Mean of the prior.
+            scale: Standard deviation of the prior.
+            temperature: Temperature above 1 by which the mean of the last layer is divided.
+            std: Standard deviation of the Gaussian.
+        """
         ones = torch.ones(sum(self.sizes), dtype=torch.float64, device=self.device)
+        mean = ones.clone()
+        mean[-self.network.sizes[-1] :] /= max(1.0, temperature)
         blocks = list((ones / std**2).split(self.sizes))
         if self.structure != "factorized":
             blocks = [diagonal.diag() for diagonal in blocks]
         links = []
         if self.structure == "chain":
             links = [ones.new_zeros(after, before) for before, after in pairwise(self.sizes)]
-        return BlockGaussian(ones, blocks, links, loc, scale.square()).factorize()
+        return BlockGaussian(mean, blocks, links, loc, scale.square()).factorize()
 
     def estimate(self, q: BlockGaussian, labels: int) -> GaussianEstimate:
         """Estimates the ELBO and its derivatives by one pass over the data, with this many drawn labels per example."""
@@ -141,12 +153,14 @@ class _GaussianProblem:
         self.generator.manual_seed(self.seed + 7919 * (self.num_passes // 2))
         sign = 1.0 - 2.0 * (self.num_passes % 2)
         backward_maps = q.backward_maps() if links else []
+        draws = q.to(self.network.dtype)
         for low in range(0, len(self.targets), self.rows):
             inputs, targets = take((self.inputs, self.targets), low, low + self.rows)
+            shape = len(targets), len(q.mean)
             normal = torch.randn(
-                len(targets), len(q.mean), generator=self.generator, device=self.device, dtype=torch.float64
+                shape, generator=self.generator, device=self.device, dtype=self.network.dtype
             )
-            vectors = (q.mean + q.deviations(sign * normal)).to(self.network.dtype)
+            vectors = draws.mean + draws.deviations(sign * normal)
             result = self.network.derivatives(inputs, targets, vectors, self.label_generator, labels=labels)
             log_likelihoods.append(result.log_likelihood.double())
             gradient += result.gradient.double()
@@ -289,6 +303,7 @@ def fit_gaussian(
     loc: float | Tensor = 1.0,
     scale: float | Tensor = 0.5,
     start: BlockGaussian | None = None,
+    temperature: float = 1.0,
     precise: bool = True,
     seed: int = 0,
     callback: Callable[[int, float], None] | None = None,
@@ -304,7 +319,9 @@ def fit_gaussian(
         prior: ``"fitted"`` to fit mean and standard deviation of each layer by the ELBO, ``"fixed"`` to keep ``loc`` and ``scale``.
         loc: Mean of the prior, a float or ``[D]``.
         scale: Standard deviation of the prior, a float or ``[D]``.
-        start: Initial Gaussian, or None.
+        start: Initial Gaussian, or None for one around the network without noise.
+        temperature: Temperature of the network on the data. Without ``start``, a fit begins at the network with this temperature if it
+            is above 1.
         precise: If True, the Gaussians of several steps after convergence are averaged, and a Gaussian of few dimensions is refined by
             the exact Hessian (:mod:`~flowbnn.methods.variational.hessian_refinement`). If False, the fit takes half of the time.
         seed: Seed of the draws.
@@ -318,30 +335,28 @@ def fit_gaussian(
             torch.as_tensor(value).to(targets.device, torch.float64).expand(sum(network.sizes))
             for value in (loc, scale)
         )
-        initial = problem.initial_gaussian(loc, scale) if start is None else start
-        gaussian, last_gaussians, trace = _optimize(
+        initial = problem.initial_gaussian(loc, scale, temperature) if start is None else start
+        gaussian, trace, converged = _optimize(
             problem,
             initial,
             loc,
             scale,
             prior == "fitted",
-            min_passes=8 if start is None else 3,
-            num_averaged=8 if precise else 3,
+            keeps_curvature=start is not None,
+            precise=precise,
             callback=callback,
         )
-        if last_gaussians:
-            gaussian = average(last_gaussians)
-        if precise and last_gaussians and HessianRefinement.suits(gaussian):
+        if precise and converged and HessianRefinement.suits(gaussian):
             refinement = HessianRefinement(network, inputs, targets, gaussian, seed)
 
             def update_prior(q: BlockGaussian) -> BlockGaussian:
                 return fit_prior(q, network.sizes, loc, scale) if prior == "fitted" else q
 
             gaussian = refinement.run(gaussian, update_prior)
-            trace += [problem.estimate(gaussian, 1).elbo for _ in last_gaussians]
-    elbos = trace[-max(2, len(last_gaussians)) :]  # of Gaussians that differ only by noise
+            trace += [problem.estimate(gaussian, 1).elbo for _ in range(8)]
+    elbos = trace[-(8 if precise else 3) if converged else -2 :]  # of Gaussians that differ only by noise
     error = stdev(elbos) / len(elbos) ** 0.5 if len(elbos) > 1 else float("inf")
-    return NaturalFit(gaussian, mean(elbos), error, tuple(trace), bool(last_gaussians), likelihood)
+    return NaturalFit(gaussian, mean(elbos), error, tuple(trace), converged, likelihood)
 
 
 def _optimize(
@@ -351,15 +366,26 @@ def _optimize(
     scale: Tensor,
     fits_prior: bool,
     *,
-    min_passes: int,
-    num_averaged: int,
+    keeps_curvature: bool,
+    precise: bool,
     max_passes: int = 60,
     callback: Callable[[int, float], None] | None = None,
-) -> tuple[BlockGaussian, list[BlockGaussian], list[float]]:
-    """Takes natural-gradient steps until ``num_averaged`` after convergence, or for ``max_passes`` passes; twenty usually suffice.
+) -> tuple[BlockGaussian, list[float], bool]:
+    """Takes natural-gradient steps until convergence, and eight more if ``precise``, or for ``max_passes`` passes.
+
+    Args:
+        problem: Network and data.
+        q: Initial Gaussian.
+        loc: Mean of the fixed prior.
+        scale: Standard deviation of the fixed prior.
+        fits_prior: If True, the prior is fitted.
+        keeps_curvature: If False, the precision of the initial Gaussian is replaced by the curvature at this Gaussian.
+        precise: If True, the Gaussians of eight steps after convergence are averaged, else those of the last three steps.
+        max_passes: Largest number of steps.
+        callback: Function that is called after every pass with the number of passes and the ELBO per example.
 
     Returns:
-        The last Gaussian, the Gaussians after convergence, whose average has less noise, and the ELBO of every accepted step.
+        The average of Gaussians after convergence, or the last Gaussian; the ELBO of every accepted step; True after convergence.
     """
     network, likelihood = problem.network, problem.network.likelihood
     labels, min_variance = 1, problem.targets.new_zeros(())
@@ -370,8 +396,15 @@ def _optimize(
     if not estimate.is_finite:
         advice = "under narrow noise; exclude layers before log, sqrt or division"
         raise likelihood_not_finite(advice)
+    num_averaged = 8 if precise else 3
+    trace, last_gaussians, converged = [estimate.elbo], list[BlockGaussian](), False
+    if not keeps_curvature:
+        wide = factorize_or(replace(q, blocks=estimate.blocks, links=estimate.links), q)
+        proposed = problem.estimate(wide, labels)
+        if proposed.is_finite and proposed.elbo > estimate.elbo:
+            q, estimate = wide, proposed
+            trace.append(estimate.elbo)
     size, min_size, max_size = 0.3, 0.01, 0.5
-    trace, last_gaussians = [estimate.elbo], list[BlockGaussian]()
     for number in range(max_passes):
         proposal = problem.step(q, estimate, size)
         if fits_prior and number > 1:
@@ -388,17 +421,16 @@ def _optimize(
                 estimate = repeated  # the estimate may have been too large by chance
             size = max(min_size, 0.5 * size)
             continue
-        q, estimate = proposal, proposed
+        q, estimate, size = proposal, proposed, min(max_size, 1.3 * size)
         trace.append(estimate.elbo)
-        if last_gaussians or (number > min_passes and has_converged(trace, error)):
-            last_gaussians.append(q)
-            # before convergence one drawn label per example is accurate enough
-            size, labels = max(0.1, 0.8 * size), 3 if num_averaged > 3 else 1
-        else:
-            size = min(max_size, 1.3 * size)
-        if len(last_gaussians) == num_averaged:
-            break
-    return q, last_gaussians, trace
+        last_gaussians = [*last_gaussians, q][-num_averaged:]
+        if not converged and has_converged(trace, error):
+            converged = True
+            if precise:  # before convergence one drawn label per example is accurate enough
+                last_gaussians, labels = [], 3
+        if converged and len(last_gaussians) == num_averaged:
+            return average(last_gaussians), trace, True
+    return q, trace, False
 
 
 def _elbo_error(estimate: GaussianEstimate, proposed: GaussianEstimate, num_examples: int) -> float:
@@ -412,9 +444,11 @@ def _elbo_error(estimate: GaussianEstimate, proposed: GaussianEstimate, num_exam
 
 
 def has_converged(trace: Sequence[float], error: float) -> bool:
-    """Returns True if the mean of the last four ELBOs exceeds that of the four before by less than the standard error.
+    """Returns True if the mean of the last three ELBOs exceeds that of the three before by less than half of the standard error.
+
+    At least eight ELBOs are needed.
 
     >>> has_converged([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 1.0), has_converged([3.0] * 8, 0.1)
     (False, True)
     """
-    return len(trace) >= 8 and (sum(trace[-4:]) - sum(trace[-8:-4])) / 4 < error
+    return len(trace) >= 8 and (sum(trace[-3:]) - sum(trace[-6:-3])) / 3 < 0.5 * error

@@ -1,6 +1,7 @@
 """Stochastic network as a function of one noise vector per example, and derivatives of its log-likelihood in the noise."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.laplace.derivatives import output_hessian
 from flowbnn.noise.base import Noise, make_noise_modes, noise_layers
 from flowbnn.noise.contexts import NoiseContext, PreparedDraws
+from flowbnn.posterior.operation_rules import OperationRules, RuleFinder
 
 
 class NoiseDerivatives(NamedTuple):
@@ -64,6 +66,7 @@ class NoisyNetwork:
                 raise FlowBNNError(text, kind="site", layer=name)
         self.sizes = [noise.layout.dim for noise in self.layers.values()]
         self.dtype = dtype_of(model) or torch.get_default_dtype()
+        self.needs_rules: bool | None = None  # unknown before the first pass
 
     def outputs(self, inputs: Any, vectors: Tensor) -> Tensor:
         """Returns outputs ``[B, ...]``, with at least two axes, where example ``i`` has the noise ``vectors[i]``.
@@ -76,7 +79,10 @@ class NoisyNetwork:
         draws = {noise.key: values for noise, values in by_layer}
         prepared = PreparedDraws(draws, torch.is_grad_enabled(), required=True)
         try:
-            with NoiseContext(make_noise_modes(self.model, "sample"), prepared=prepared, sharded=False):
+            with (
+                NoiseContext(make_noise_modes(self.model, "sample"), prepared=prepared, sharded=False),
+                self._operation_rules(),
+            ):
                 outputs = call(self.model, inputs)
         except FlowBNNError as error:
             name = next((name for name, n in self.layers.items() if n.key == error.fields.get("key")), None)
@@ -85,6 +91,17 @@ class NoisyNetwork:
             text = f"layer '{name}' has no batch axis or runs twice (activation checkpointing); set its rule to None"
             raise FlowBNNError(text, kind="unsupported", argument="rules", layer=name) from error
         return outputs if outputs.ndim > 1 else outputs.unsqueeze(1)
+
+    @contextmanager
+    def _operation_rules(self) -> Iterator[None]:
+        """Context manager in which operations run in a faster form, if the first pass has any that torch runs slowly."""
+        if self.needs_rules is None:
+            with RuleFinder() as finder:
+                yield
+            self.needs_rules = finder.needs_rules
+        else:
+            with OperationRules() if self.needs_rules else nullcontext():
+                yield
 
     def passes(
         self, vectors: Tensor, inputs: Any, targets: Tensor, rows: int
