@@ -35,10 +35,10 @@ def test_calibrated_networks_are_not_worse(problem, tmp_path):
     plain = fb.evaluate(point, (inputs, targets), progress=False)
     assert report.nll["plain"] == pytest.approx(plain["nll"], rel=1e-4)
     assert report.ece["plain"] == pytest.approx(plain["ece"], abs=1e-4)
-    prediction = posterior.predict(inputs[:3], 4)
+    prediction = posterior.predict(inputs[:3], 4, seed=0)
     assert prediction.entropy.shape == (3, *POSITIONS[problem])
     loaded = fb.load_posterior(posterior.save(tmp_path / "posterior"), point.model)
-    torch.testing.assert_close(loaded.predict(inputs[:3], 4).probabilities, prediction.probabilities)
+    torch.testing.assert_close(loaded.predict(inputs[:3], 4, seed=0).probabilities, prediction.probabilities)
 
 
 @pytest.mark.usefixtures("unrefined")

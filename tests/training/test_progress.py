@@ -112,7 +112,7 @@ def test_an_error_within_a_task_removes_all_lines(console):
     assert SCREEN.live is None
 
 
-INPUTS, TARGETS = fb.data.clusters(40, 1.0)
+INPUTS, TARGETS = fb.data.clusters(40, 1.0, torch.Generator().manual_seed(0))
 DATA = [(INPUTS, TARGETS)]
 
 
