@@ -1,12 +1,15 @@
 """Tests of the layers that get noise in a calibration."""
 
+import sys
 import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from flowbnn.calibrate.problem import CalibrationProblem, read_held_out
 from flowbnn.errors import FlowBNNError
+from flowbnn.likelihoods import Gaussian
 from flowbnn.noise import NormalAffine, noise_layers
 
 with warnings.catch_warnings():
@@ -40,3 +43,27 @@ def test_layer_without_batch_axis_is_named(bert):
     with pytest.raises(FlowBNNError) as caught:
         CalibrationProblem(data, rules)
     assert (caught.value.kind, caught.value.argument, caught.value.layer) == ("rules", "rules", layer)
+
+
+def test_the_noise_of_a_regression_does_not_start_at_the_temperature(monkeypatch):
+    """It scales the observation noise, which is a tenth of the residuals here."""
+    calls = []
+    monkeypatch.setattr(
+        sys.modules[CalibrationProblem.__module__],
+        "fit_gaussian",
+        lambda *args, **kwargs: calls.append(kwargs["temperature"]),
+    )
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(40, 1, generator=generator)
+    targets = inputs + torch.randn(40, 1, generator=generator)
+    rows = torch.arange(40)
+    for likelihood, labels in ((Gaussian(0.1), targets), ("auto", targets[:, 0].gt(0).long())):
+        torch.manual_seed(0)
+        data = read_held_out(
+            nn.Linear(1, 1 if likelihood != "auto" else 2), (inputs, labels), likelihood, "cpu", 0
+        )
+        assert data.fit_temperature(rows).temperature != pytest.approx(1.0, abs=0.1)
+        CalibrationProblem(data).fit_gaussian(rows, "fixed")
+        calls.append(data.fit_temperature(rows).temperature)
+    assert calls[0] == 1.0
+    assert calls[2] == calls[3]

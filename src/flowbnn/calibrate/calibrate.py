@@ -98,7 +98,7 @@ def calibrate(
     not modified.
 
     The noise has a Gaussian posterior over all layers. It is fitted to the ELBO by natural gradients
-    (:mod:`flowbnn.methods.variational.natural_gradient`), which takes ten to twenty passes over the held-out data and needs no tuning.
+    (:mod:`flowbnn.methods.variational.natural_gradient`), which takes ten to thirty passes over the held-out data and needs no tuning.
 
     Args:
         network: Trained network. It is copied.
@@ -379,11 +379,8 @@ class _CandidateSearch:
 
     def _write_report(self, choice: str, **scores: Any) -> None:
         """Sets the report."""
-        fit, flow, problem = (
-            self.data.fit_temperature(torch.arange(len(self.data))),
-            self.flow_fit,
-            self.problem,
-        )
+        fit = self.data.fit_temperature(torch.arange(len(self.data)))
+        flow, problem = self.flow_fit, self.problem
         self.temperature_bound = fit.bound
         self.report = Calibration(
             choice,

@@ -320,10 +320,16 @@ class CalibrationProblem:
         Args:
             indices: Indices of the examples.
             prior: Prior of the noise, fixed or fitted.
-            start: Gaussian to start from, or None for a narrow one around the network without noise.
+            start: Gaussian to start from. By default, a narrow one around the network, for classes at its temperature.
             precise: If False, the fit takes half of the time, see :func:`fit_gaussian`.
             callback: Function that is called after every pass with the number of passes and the ELBO per example.
         """
+        has_classes = isinstance(
+            self.data.likelihood, ClassLikelihood
+        )  # the temperature of a regression scales its noise
+        temperature = 1.0
+        if start is None and has_classes:
+            temperature = self.data.fit_temperature(indices).temperature
         return fit_gaussian(
             self.network,
             self.data.point_posterior(indices).likelihood,
@@ -333,7 +339,7 @@ class CalibrationProblem:
             loc=self.loc,
             scale=self.scale,
             start=start,
-            temperature=self.data.fit_temperature(indices).temperature if start is None else 1.0,
+            temperature=temperature,
             precise=precise,
             seed=self.seed,
             callback=callback,

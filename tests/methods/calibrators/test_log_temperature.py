@@ -60,8 +60,25 @@ def test_class_problem_agrees_with_the_predictive_distribution(monkeypatch):
     posterior = PointPosterior(torch.nn.Identity(), fb.likelihoods.Categorical())
     subsets = [torch.arange(7), torch.arange(5, 12)]
     expected = PredictiveProblem(posterior, logits, targets).fit(subsets)
-    monkeypatch.setattr(ClassProblem, "max_elements", 2 * logits[:, :1].numel())
+    monkeypatch.setattr(ClassProblem, "max_outputs", 2 * logits[:, :1].numel())
     fits = fit_temperatures(posterior, logits, targets, subsets)
     for fit, reference in zip(fits, expected, strict=True):
         assert fit.temperature == pytest.approx(reference.temperature, rel=1e-9)
         assert fit.bound == reference.bound
+
+
+def test_a_label_that_no_sample_allows_does_not_change_the_temperature():
+    logits, targets = make_problem()
+    posterior = PointPosterior(torch.nn.Identity(), fb.likelihoods.Categorical())
+    expected = fit_temperatures(posterior, logits, targets)[0].temperature
+    impossible = logits[:, :1].clone()
+    impossible[..., targets[0]] = -math.inf
+    outputs, labels = torch.cat([logits, impossible], 1), torch.cat([targets, targets[:1]])
+    assert fit_temperatures(posterior, outputs, labels)[0].temperature == pytest.approx(expected, rel=1e-6)
+
+
+def test_labels_of_any_integer_type_are_read():
+    logits, targets = make_problem()
+    posterior = PointPosterior(torch.nn.Identity(), fb.likelihoods.Categorical())
+    fits = [fit_temperatures(posterior, logits, labels)[0] for labels in (targets, targets.to(torch.uint8))]
+    assert fits[0].temperature == fits[1].temperature

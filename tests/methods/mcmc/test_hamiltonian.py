@@ -187,11 +187,11 @@ def test_extended_chains_adapt_again_if_they_accept_too_little(tmp_path):
     sampler = make_sampler("finished.safetensors")
     sampler.run(progress=False)
     sampler.extend()
-    assert (sampler.first_adapted, sampler.first_draw) == (0, 80)  # they have accepted enough
+    assert (sampler.warmup_start, sampler.first_draw) == (0, 80)  # they have accepted enough
     sampler.warmup.step_size = 100.0 * sampler.warmup.step_size
     assert sampler.run(progress=False)["acceptance"].mean() < 0.4
     sampler.extend()
-    assert (sampler.first_adapted, sampler.first_draw) == (120, 180)
+    assert (sampler.warmup_start, sampler.first_draw) == (120, 180)
     sampler.advance(sampler.number)
     sampler.path = tmp_path / "interrupted.safetensors"
     sampler.save(sampler.snapshot())

@@ -261,3 +261,22 @@ def test_first_step_takes_the_curvature_of_the_data():
     gap = 0.5 * float(deviation @ problem.precision @ deviation)
     assert trace[1] == pytest.approx(float(problem.evidence) - gap, abs=0.1)
     assert trace[1] > trace[0] + 1.0
+
+
+@pytest.mark.usefixtures("unrefined")
+def test_the_mean_of_a_layer_that_is_not_the_last_is_not_divided_if_this_lowers_the_elbo(memorized):
+    model = fb.to_stochastic(memorized.network, {"fc1": NormalAffine()})
+    arguments = model, fb.likelihoods.Categorical(), memorized.inputs, memorized.targets
+    cold, divided = (fit_gaussian(*arguments, prior="fixed", temperature=value) for value in (1.0, 8.0))
+    assert divided.trace[0] >= cold.trace[0] - 1e-6
+
+
+@pytest.mark.usefixtures("unrefined")
+def test_a_fit_that_converges_in_its_last_passes_has_converged(monkeypatch):
+    arguments = LinearRegression(5).arguments
+    monkeypatch.setattr(natural_gradient, "has_converged", lambda trace, error: False)
+    fit = fit_gaussian(*arguments, "full", **FIXED_PRIOR)
+    assert not fit.converged
+    length = len(fit.trace) - 3
+    monkeypatch.setattr(natural_gradient, "has_converged", lambda trace, error: len(trace) == length)
+    assert fit_gaussian(*arguments, "full", **FIXED_PRIOR).converged

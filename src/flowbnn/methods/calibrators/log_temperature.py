@@ -65,13 +65,14 @@ class TemperatureProblem(ABC):
 
     Args:
         num_examples: Number of examples.
-        elements: Number of outputs of an example.
+        outputs_per_example: Number of outputs of an example, over all samples.
     """
 
-    max_elements: ClassVar[int] = 2**21  # outputs that are computed at once
+    max_outputs: ClassVar[int] = 2**21  # outputs that are computed at once
 
-    def __init__(self, num_examples: int, elements: int) -> None:
-        self.num_examples, self.num_rows = num_examples, max(1, self.max_elements // max(1, elements))
+    def __init__(self, num_examples: int, outputs_per_example: int) -> None:
+        self.num_examples = num_examples
+        self.num_rows = max(1, self.max_outputs // max(1, outputs_per_example))
 
     @abstractmethod
     def select(self, rows: Tensor) -> Self:
@@ -84,7 +85,7 @@ class TemperatureProblem(ABC):
         Args:
             u: Logarithm of the temperature.
             rows: Examples.
-            derivatives: If False, the derivatives are zero.
+            derivatives: If False, zeros are returned instead of the derivatives.
         """
 
     def fit(
@@ -167,10 +168,11 @@ class ClassProblem(TemperatureProblem):
     @classmethod
     def read(cls, posterior: Posterior, outputs: Tensor, targets: Tensor) -> Self:
         """Returns the problem of sampled outputs ``[S, N, ...]`` of a posterior, whose samples have equal weights."""
-        rows = max(1, cls.max_elements // max(1, outputs[:, :1].numel()))
-        parts = [posterior._predictive(part).log_samples for part in outputs.detach().split(rows, 1)]
+        rows = max(1, cls.max_outputs // max(1, outputs[:, :1].numel()))
+        parts = [posterior._predictive(part) for part in outputs.detach().split(rows, 1)]
+        labels = [part._check_targets(some) for part, some in zip(parts, targets.split(rows), strict=True)]
         weights = outputs.new_full((len(outputs),), -math.log(len(outputs)))
-        return cls(torch.cat(parts, 1), targets, weights)
+        return cls(torch.cat([part.log_samples for part in parts], 1), torch.cat(labels), weights)
 
     def select(self, rows: Tensor) -> Self:
         """Returns the problem of the examples with these indices."""
@@ -188,6 +190,8 @@ class ClassProblem(TemperatureProblem):
         weights = self.log_weights.view(-1, *(1,) * (scaled.ndim - 1))
         terms = weights + (label_values - normalizer)
         mixture = terms.logsumexp(0)
+        # a label that no sample allows has the probability zero at every temperature
+        label_weights = label_weights * (mixture > -1e90)
         values = -(label_weights * mixture).flatten(1).sum(1)
         if not derivatives:
             return values, 0.0, 0.0

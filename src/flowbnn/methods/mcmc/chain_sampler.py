@@ -64,10 +64,8 @@ class ChainSampler:
     ) -> None:
         self.potential, self.kernel, self.generators = potential, kernel, list(generators)
         self.num_warmup, self.samples, self.thin = warmup, samples, thin
-        self.first_adapted, self.first_draw = (
-            0,
-            warmup,
-        )  # transitions at which the last warm-up and the draws begin
+        self.warmup_start = 0  # transition at which the last warm-up begins
+        self.first_draw = warmup  # transition at which the draws begin
         self.path, self.checkpoint_every, self.settings = path, checkpoint_every, dict(settings or {})
         self.warmup = Warmup(potential, self.generators, starts, warmup, target)
         self.starts = starts
@@ -119,21 +117,21 @@ class ChainSampler:
     def extend(self) -> None:
         """Begins as many draws again, with twice as many transitions per draw. The draws so far become part of the warm-up.
 
-        If a chain accepted less than half of the target, step size and mass adapt again before the draws. The chains were then still
-        moving to narrower regions when the warm-up ended.
+        If the mean acceptance probability of a chain is below half of the target, another warm-up adapts step size and mass first. This
+        happens if chains reach narrower regions after the first warm-up.
         """
         assert self.state is not None
         acceptance = torch.stack(self.draws["acceptance"]).mean(0)
         self.first_draw, self.thin = self.number, 2 * self.thin
         self.draws = {name: [] for name in self.record_names}
         if float(acceptance.min()) < 0.5 * self.warmup.target:
-            self.first_adapted, self.first_draw = self.number, self.number + self.num_warmup
+            self.warmup_start, self.first_draw = self.number, self.number + self.num_warmup
             with torch.no_grad():
                 self.warmup.restart(self.state)
 
     def _describe(self, transition: Transition) -> list[str]:
         """Returns the stage of the chains, the acceptance probability of their last transition, and the step size."""
-        stage = "warm-up" if self.number <= self.first_adapted + self.num_warmup else "draws"
+        stage = "warm-up" if self.number <= self.warmup_start + self.num_warmup else "draws"
         acceptance, step_size = float(transition.acceptance.mean()), float(self.warmup.step_size.mean())
         return [stage, f"acceptance {acceptance:.2f}", f"step size {step_size:.2g}"]
 
@@ -142,8 +140,8 @@ class ChainSampler:
         assert self.state is not None
         warmup = self.warmup
         state, transition = self.kernel(self.state, warmup.step_size, warmup.inverse_mass, self.generators)
-        if number < self.first_adapted + self.num_warmup:
-            warmup.update(number - self.first_adapted, state, transition.acceptance)
+        if number < self.warmup_start + self.num_warmup:
+            warmup.update(number - self.warmup_start, state, transition.acceptance)
         elif (number - self.first_draw + 1) % self.thin == 0:
             values = {"position": state.position.cpu(), "energy": state.energy.cpu(), **transition._asdict()}
             for name, draws in self.draws.items():
@@ -162,7 +160,7 @@ class ChainSampler:
         assert self.state is not None
         return {
             "number": self.number,
-            "first_adapted": self.first_adapted,
+            "warmup_start": self.warmup_start,
             "first_draw": self.first_draw,
             "thin": self.thin,
             "state": self.state._asdict(),
@@ -190,7 +188,7 @@ class ChainSampler:
         self._check_file(path, file)
         with file.reading():
             saved = decode_state(file.document, file.tensors)
-        for name in ("number", "first_adapted", "first_draw", "thin"):
+        for name in ("number", "warmup_start", "first_draw", "thin"):
             setattr(self, name, saved[name])
         self.state = ChainState(
             **{name: value.to(self.starts.device) for name, value in saved["state"].items()}

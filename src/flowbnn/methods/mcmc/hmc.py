@@ -63,8 +63,9 @@ class ChainMethod(Method):
 
     Args:
         samples: Number of draws of each chain. By default, 200 draws are taken. While the R-hat of the outputs exceeds 1.05, they are
-            taken again with twice as many transitions per draw, up to 8. Step size and mass adapt again before, if a chain accepted
-            less than half of ``target_accept``. A warning is raised if the R-hat is still larger.
+            taken again with twice as many transitions per draw, up to 8. Before these draws, step size and mass are adapted again if
+            the mean acceptance probability of a chain is below half of ``target_accept``. A warning is raised if the R-hat is still
+            larger.
         warmup: Number of transitions of each chain before the draws, which adapt step size and mass.
         chains: Number of chains. They run together by ``torch.func.vmap`` if the network supports it.
         thin: Number of transitions per draw.

@@ -60,8 +60,8 @@ class BlockGaussian:
                 correction = self.links[number - 1].mT @ solution
         return self
 
-    def to(self, dtype: torch.dtype) -> "BlockGaussian":
-        """Returns a Gaussian whose :meth:`deviations` have this dtype."""
+    def with_draw_dtype(self, dtype: torch.dtype) -> "BlockGaussian":
+        """Returns a copy whose mean and :meth:`deviations` have this dtype. Blocks and prior keep theirs."""
         roots, maps = ([matrix.to(dtype) for matrix in group] for group in (self.roots, self.maps))
         return replace(self, mean=self.mean.to(dtype), roots=roots, maps=maps)
 

@@ -8,9 +8,10 @@ log-likelihood, a step of size :math:`\rho` is
     m &\leftarrow m + \rho \Lambda^{-1} \left(E_q[\nabla \log p(D \mid z)] - V^{-1} (m - \mu)\right)
 
 (Khan et al. 2018, https://arxiv.org/abs/1806.04854). Every example has its own draw, or several if there are few examples, so that one
-pass over the data estimates both expectations. About ten passes suffice, without a learning rate: a step that lowers the ELBO by
-more than its standard error is undone and halved. The fit starts at the Gauss-Newton matrix of a narrow Gaussian, whose mean scales the
-last layer to the temperature of the network.
+pass over the data estimates both expectations. Ten to thirty passes suffice, without a learning rate: a step that lowers the ELBO by
+more than its standard error is undone and halved. The fit starts at a narrow Gaussian around one. For classes, the mean of the last
+layer is divided by the temperature of the network if this increases the ELBO, and so is the precision replaced by the Gauss-Newton
+matrix plus the precision of the prior.
 
 The Gauss-Newton matrix leaves out the curvature of the network, so that the Gaussian is too narrow. If it has few dimensions, the fit
 ends with steps by the exact Hessian (:mod:`~flowbnn.methods.variational.hessian_refinement`).
@@ -123,12 +124,12 @@ class _GaussianProblem:
         Args:
             loc: Mean of the prior.
             scale: Standard deviation of the prior.
-            temperature: Temperature above 1 by which the mean of the last layer is divided.
+            temperature: Divisor of the mean of the last layer with noise.
             std: Standard deviation of the Gaussian.
         """
         ones = torch.ones(sum(self.sizes), dtype=torch.float64, device=self.device)
         mean = ones.clone()
-        mean[-self.network.sizes[-1] :] /= max(1.0, temperature)
+        mean[-self.network.sizes[-1] :] /= temperature
         blocks = list((ones / std**2).split(self.sizes))
         if self.structure != "factorized":
             blocks = [diagonal.diag() for diagonal in blocks]
@@ -153,7 +154,7 @@ class _GaussianProblem:
         self.generator.manual_seed(self.seed + 7919 * (self.num_passes // 2))
         sign = 1.0 - 2.0 * (self.num_passes % 2)
         backward_maps = q.backward_maps() if links else []
-        draws = q.to(self.network.dtype)
+        draws = q.with_draw_dtype(self.network.dtype)
         for low in range(0, len(self.targets), self.rows):
             inputs, targets = take((self.inputs, self.targets), low, low + self.rows)
             shape = len(targets), len(q.mean)
@@ -319,9 +320,9 @@ def fit_gaussian(
         prior: ``"fitted"`` to fit mean and standard deviation of each layer by the ELBO, ``"fixed"`` to keep ``loc`` and ``scale``.
         loc: Mean of the prior, a float or ``[D]``.
         scale: Standard deviation of the prior, a float or ``[D]``.
-        start: Initial Gaussian, or None for one around the network without noise.
-        temperature: Temperature of the network on the data. Without ``start``, a fit begins at the network with this temperature if it
-            is above 1.
+        start: Initial Gaussian. By default, a narrow one around one, see ``temperature``.
+        temperature: Temperature of the network without noise, for classes. If it is above 1 and ``start`` is None, the initial mean of
+            the noise of the last layer is divided by it, unless one has the larger ELBO.
         precise: If True, the Gaussians of several steps after convergence are averaged, and a Gaussian of few dimensions is refined by
             the exact Hessian (:mod:`~flowbnn.methods.variational.hessian_refinement`). If False, the fit takes half of the time.
         seed: Seed of the draws.
@@ -335,15 +336,20 @@ def fit_gaussian(
             torch.as_tensor(value).to(targets.device, torch.float64).expand(sum(network.sizes))
             for value in (loc, scale)
         )
-        initial = problem.initial_gaussian(loc, scale, temperature) if start is None else start
+        if start is None:  # the last layer with noise need not be the one that computes the outputs
+            divisors = [1.0, temperature] if temperature > 1.0 else [1.0]
+            starts = [problem.initial_gaussian(loc, scale, divisor) for divisor in divisors]
+        else:
+            starts = [start]
+        num_averaged = 8 if precise else 3
         gaussian, trace, converged = _optimize(
             problem,
-            initial,
+            starts,
             loc,
             scale,
             prior == "fitted",
-            keeps_curvature=start is not None,
-            precise=precise,
+            tries_curvature=start is None,
+            num_averaged=num_averaged,
             callback=callback,
         )
         if precise and converged and HessianRefinement.suits(gaussian):
@@ -353,56 +359,58 @@ def fit_gaussian(
                 return fit_prior(q, network.sizes, loc, scale) if prior == "fitted" else q
 
             gaussian = refinement.run(gaussian, update_prior)
-            trace += [problem.estimate(gaussian, 1).elbo for _ in range(8)]
-    elbos = trace[-(8 if precise else 3) if converged else -2 :]  # of Gaussians that differ only by noise
+            trace += [problem.estimate(gaussian, 1).elbo for _ in range(num_averaged)]
+    elbos = trace[-(num_averaged if converged else 2) :]  # of Gaussians that differ only by noise
     error = stdev(elbos) / len(elbos) ** 0.5 if len(elbos) > 1 else float("inf")
     return NaturalFit(gaussian, mean(elbos), error, tuple(trace), converged, likelihood)
 
 
 def _optimize(
     problem: _GaussianProblem,
-    q: BlockGaussian,
+    starts: Sequence[BlockGaussian],
     loc: Tensor,
     scale: Tensor,
     fits_prior: bool,
     *,
-    keeps_curvature: bool,
-    precise: bool,
+    tries_curvature: bool,
+    num_averaged: int,
     max_passes: int = 60,
     callback: Callable[[int, float], None] | None = None,
 ) -> tuple[BlockGaussian, list[float], bool]:
-    """Takes natural-gradient steps until convergence, and eight more if ``precise``, or for ``max_passes`` passes.
+    """Takes natural-gradient steps until convergence, or for ``max_passes`` passes.
 
     Args:
         problem: Network and data.
-        q: Initial Gaussian.
+        starts: Gaussians, of which the one with the largest ELBO is the initial one.
         loc: Mean of the fixed prior.
         scale: Standard deviation of the fixed prior.
         fits_prior: If True, the prior is fitted.
-        keeps_curvature: If False, the precision of the initial Gaussian is replaced by the curvature at this Gaussian.
-        precise: If True, the Gaussians of eight steps after convergence are averaged, else those of the last three steps.
+        tries_curvature: If True, the precision of the initial Gaussian is replaced by the Gauss-Newton matrix there plus the precision
+            of the prior, if this increases the ELBO.
+        num_averaged: Number of Gaussians that are averaged at the end. More than three are those of the steps after convergence.
         max_passes: Largest number of steps.
         callback: Function that is called after every pass with the number of passes and the ELBO per example.
 
     Returns:
-        The average of Gaussians after convergence, or the last Gaussian; the ELBO of every accepted step; True after convergence.
+        The average of the last Gaussians after convergence, or the last Gaussian; the ELBO of every accepted step; True after
+        convergence.
     """
     network, likelihood = problem.network, problem.network.likelihood
     labels, min_variance = 1, problem.targets.new_zeros(())
     if learns_noise(likelihood):
         targets = problem.targets[: problem.num_examples].reshape(problem.num_examples, -1)
         min_variance = min_noise_variance(*torch.var_mean(targets, 0, correction=0)[::-1])
-    estimate = problem.estimate(q, labels)
+    estimates = [(problem.estimate(q, labels), q) for q in starts]
+    estimate, q = max(estimates, key=lambda pair: pair[0].elbo if pair[0].is_finite else -math.inf)
     if not estimate.is_finite:
         advice = "under narrow noise; exclude layers before log, sqrt or division"
         raise likelihood_not_finite(advice)
-    num_averaged = 8 if precise else 3
     trace, last_gaussians, converged = [estimate.elbo], list[BlockGaussian](), False
-    if not keeps_curvature:
-        wide = factorize_or(replace(q, blocks=estimate.blocks, links=estimate.links), q)
-        proposed = problem.estimate(wide, labels)
+    if tries_curvature:
+        curved = factorize_or(replace(q, blocks=estimate.blocks, links=estimate.links), q)
+        proposed = problem.estimate(curved, labels)
         if proposed.is_finite and proposed.elbo > estimate.elbo:
-            q, estimate = wide, proposed
+            q, estimate = curved, proposed
             trace.append(estimate.elbo)
     size, min_size, max_size = 0.3, 0.01, 0.5
     for number in range(max_passes):
@@ -426,11 +434,11 @@ def _optimize(
         last_gaussians = [*last_gaussians, q][-num_averaged:]
         if not converged and has_converged(trace, error):
             converged = True
-            if precise:  # before convergence one drawn label per example is accurate enough
+            if num_averaged > 3:  # before convergence one drawn label per example is accurate enough
                 last_gaussians, labels = [], 3
         if converged and len(last_gaussians) == num_averaged:
-            return average(last_gaussians), trace, True
-    return q, trace, False
+            break
+    return (average(last_gaussians) if converged and last_gaussians else q), trace, converged
 
 
 def _elbo_error(estimate: GaussianEstimate, proposed: GaussianEstimate, num_examples: int) -> float:
@@ -444,11 +452,11 @@ def _elbo_error(estimate: GaussianEstimate, proposed: GaussianEstimate, num_exam
 
 
 def has_converged(trace: Sequence[float], error: float) -> bool:
-    """Returns True if the mean of the last three ELBOs exceeds that of the three before by less than half of the standard error.
+    """Returns True if the mean of the last four ELBOs exceeds that of the four before by less than half of the standard error.
 
-    At least eight ELBOs are needed.
+    Four ELBOs have two pairs of mirrored draws, so that both means have the same number of either.
 
     >>> has_converged([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 1.0), has_converged([3.0] * 8, 0.1)
     (False, True)
     """
-    return len(trace) >= 8 and (sum(trace[-3:]) - sum(trace[-6:-3])) / 3 < 0.5 * error
+    return len(trace) >= 8 and (sum(trace[-4:]) - sum(trace[-8:-4])) / 4 < 0.5 * error
