@@ -15,14 +15,22 @@ from flowbnn.data import TensorLoader
 from flowbnn.errors import FlowBNNWarning
 from flowbnn.likelihoods import Gaussian
 from flowbnn.methods.ensemble import EnsemblePosterior
+from flowbnn.predictive import GaussianPredictive
 from flowbnn.regression import (
     MAX_RATIO,
     draw_variance_term,
     fit_noise_scale,
     mixture_variance_factor,
     set_output_scale,
+    with_fitted_noise,
 )
 from flowbnn.training import EarlyStop
+
+
+def noisy_curve():
+    """Returns 50 examples of the curve whose noise has ten times the usual size."""
+    x, y = curve(50, 3)
+    return x, y + 0.5 * torch.randn(50, 1, generator=torch.Generator().manual_seed(4))
 
 
 def test_the_noise_scale_of_a_point_fit_is_optimal():
@@ -80,6 +88,50 @@ def test_mixture_variance_factor_maximizes_the_likelihood():
     mixture = torch.logsumexp(-0.5 * (squares[..., 0] / scaled + scaled.log()), 1).sum(-1)
     expected = grid[mixture.argmax()].item()
     assert mixture_variance_factor(squares, variances).item() == pytest.approx(expected, rel=2e-3)
+
+
+def test_fitted_noise_maximizes_the_likelihood_of_the_targets():
+    generator = torch.Generator().manual_seed(0)
+    means, targets = torch.randn(4, 30, 2, generator=generator), torch.randn(30, 2, generator=generator)
+    predictive = GaussianPredictive(means, torch.tensor([0.04, 9.0]))
+    fitted = with_fitted_noise(predictive, targets)
+    assert torch.equal(fitted.samples, means)
+    for output in range(2):
+        nlls = []
+        for change in (0.98, 1.0, 1.02):
+            variances = fitted.sample_variances.clone()
+            variances[..., output] *= change
+            nlls.append(float(GaussianPredictive(means, variances).nll(targets).mean()))
+        assert nlls[1] < min(nlls[0], nlls[2])
+
+
+@pytest.mark.parametrize("method", [fb.MLE, fb.NodeNoise])
+def test_the_validation_nll_is_that_of_the_noise_that_fits_the_validation_data(method):
+    """The noise scale shrinks with the training residuals, so that the NLL at this scale rises while the error still falls."""
+    data = curve(50, 3)
+    posterior = method(epochs=3).fit(network(), batches(), validation=data, seed=0, **QUIET)
+    nll, rmse = (posterior.history[f"validation_{name}"][-1] for name in ("nll", "rmse"))
+    assert nll == pytest.approx(best_nll(rmse), abs=1e-5 if method is fb.MLE else 0.05)
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # the validation data are noisier
+def test_the_validation_nll_of_fit_is_that_of_the_noise_of_the_training_data():
+    noisy = fb.to_stochastic(solved(*curve(500, 0)), {"*": fb.noise.NormalAffine()})
+    posterior = fb.fit(noisy, batches(), validation=noisy_curve(), epochs=1, seed=0, **QUIET)
+    nll, rmse = (posterior.history[f"validation_{name}"][-1] for name in ("nll", "rmse"))
+    assert nll > best_nll(rmse) + 0.5
+
+
+@pytest.mark.parametrize("method", [fb.BayesByBackprop, fb.MCDropout, fb.NodeNoise, fb.IVON, fb.VBLL])
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # the held-out data are noisier
+def test_noise_that_is_larger_on_held_out_data_is_used(method):
+    settings = {"lr": 1e-3} if method is fb.IVON else {}
+    data = noisy_curve()
+    posterior = method(epochs=2, **settings).fit(
+        solved(*curve(500, 0)), batches(), validation=data, seed=0, **QUIET
+    )
+    assert has_best_scale(posterior, *data)
+    assert not has_best_scale(posterior, *curve(500, 0))
 
 
 def test_draw_variance_term_lets_the_noise_follow_the_residuals_of_the_mean():

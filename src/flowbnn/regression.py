@@ -8,7 +8,8 @@ the targets had been standardized, and the outputs of the network are in the uni
 
 *Noise.* A learned :math:`\sigma` starts at the size of the residuals (:func:`set_noise_scale`). After training it is fitted once more:
 for a single network to its residuals (:func:`fit_residual_scale`), for a posterior to the likelihood of its predictions
-(:func:`fit_noise_scale`). A fixed :math:`\sigma` is compared with the residuals (:func:`check_noise_scale`).
+(:func:`fit_noise_scale`). Residuals of training data are too small. With held-out data, the noise is therefore the larger of the
+values for both. A fixed :math:`\sigma` is compared with the residuals (:func:`check_noise_scale`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,6 +39,7 @@ from flowbnn.likelihoods import (
 )
 from flowbnn.networks import evaluation_mode
 from flowbnn.noise import noise_layers, noise_mode
+from flowbnn.predictive.gaussian import GaussianPredictive
 from flowbnn.training import is_main_process
 from flowbnn.training.randomness import preserve_rng_state
 
@@ -352,7 +354,12 @@ class NoiseScale(NamedTuple):
 
 @torch.no_grad()
 def fit_noise_scale(
-    posterior: Any, loader: Iterable[Any], seed: int | None, min_ratio: float = 0.0, samples: int = 32
+    posterior: Any,
+    loader: Iterable[Any],
+    seed: int | None,
+    min_ratio: float = 0.0,
+    samples: int = 32,
+    held_out: Iterable[Any] | None = None,
 ) -> NoiseScale | None:
     r"""Sets a learned noise to the maximum of the predictive likelihood, or checks a fixed one (:func:`check_noise_scale`).
 
@@ -362,28 +369,37 @@ def fit_noise_scale(
     again. If every sampled network has its own noise scale (``log_noise``), all are multiplied by one factor. A warning is raised
     if the predictive standard deviation exceeds 1.5 times the residual standard deviation.
 
+    Residuals of data that a posterior was fitted to are too small. With held-out data, the noise is therefore the larger of the two
+    maxima, for each target.
+
     Args:
         posterior: Posterior whose likelihood is changed in place.
         loader: Batches of training data.
         seed: Seed for the order of a shuffled loader.
         min_ratio: Ratio of predictive to residual standard deviation up to which the noise is left unchanged.
         samples: Number :math:`S` of networks.
+        held_out: Batches that the posterior was not fitted to, or None.
     """
     likelihood = posterior.likelihood
     if not learns_noise(likelihood):
         return check_noise_scale(posterior, loader, seed)
+
+    def predict(batches: Iterable[Any]) -> tuple[Any, Tensor]:
+        options: dict[str, Any] = {"seed": 0, "progress": False, "keep_samples": True}
+        predictive, targets = posterior.predict_with_targets(batches, samples, **options)
+        return predictive, torch.as_tensor(targets)
+
     with preserve_rng_state(loader, seed or 0):
-        predictive, targets = posterior.predict_with_targets(
-            loader, samples, seed=0, progress=False, keep_samples=True
-        )
+        predictive, targets = predict(loader)
     outputs, variances = predictive.samples.cpu(), predictive.sample_variances.cpu()
-    targets = torch.as_tensor(targets).to(outputs).reshape(outputs.shape[1:])
+    targets = targets.to(outputs).reshape(outputs.shape[1:])
     error = (targets - outputs.mean(0)).square().mean(0).double()
     noise, spread = variances.double().mean((0, 1)), outputs.double().var(0, correction=0).mean(0)
     if bool((noise + spread > min_ratio**2 * error).any()):
-        factor = mixture_variance_factor((targets - outputs).square(), variances)
-        smallest = min_noise_variance(targets.double().mean(0), targets.double().var(0, correction=0))
-        noise, before = torch.maximum(factor * noise, smallest), noise
+        fitted, before = fitted_noise_variance(predictive, targets), noise
+        if held_out is not None:
+            fitted = torch.maximum(fitted, fitted_noise_variance(*predict(held_out)))
+        noise = fitted
         for log_scale in (likelihood.log_scale, getattr(posterior, "log_noise", None)):
             if log_scale is not None:
                 log_scale += ((noise / before).log() / 2.0).to(log_scale)
@@ -395,6 +411,40 @@ def fit_noise_scale(
         text = f"{widths}; fit longer, decrease dropout or prior_scale, or use fb.Temperature"
         warn(text, kind="width", width=scale.predicted, residuals=scale.residual)
     return scale
+
+
+def fitted_noise_variance(predictive: GaussianPredictive, targets: Tensor) -> Tensor:
+    """Returns the mean noise variance ``[D]``, after the noise of all samples was multiplied by the factor of maximum likelihood.
+
+    Args:
+        predictive: Predictive distribution.
+        targets: Targets of its inputs.
+
+    >>> predictive = GaussianPredictive(torch.zeros(1, 2, 1), 1.0)
+    >>> fitted_noise_variance(predictive, torch.tensor([[3.0], [-3.0]]))  # for one network, the mean squared residual
+    tensor([9.], dtype=torch.float64)
+    """
+    outputs, variances = predictive.samples.cpu(), predictive.sample_variances.cpu()
+    targets = targets.to(outputs).reshape(outputs.shape[1:])
+    factor = mixture_variance_factor((targets - outputs).square(), variances)
+    smallest = min_noise_variance(targets.double().mean(0), targets.double().var(0, correction=0))
+    return torch.maximum(factor * variances.double().mean((0, 1)), smallest)
+
+
+def with_fitted_noise(predictive: GaussianPredictive, targets: Tensor) -> GaussianPredictive:
+    """Returns the predictive distribution with the noise that maximizes the likelihood of the targets.
+
+    Args:
+        predictive: Predictive distribution.
+        targets: Targets of its inputs.
+
+    >>> with_fitted_noise(GaussianPredictive(torch.zeros(1, 2, 1), 1.0), torch.tensor([[3.0], [-3.0]])).variance
+    tensor([[9.],
+            [9.]])
+    """
+    variances = predictive.sample_variances
+    factor = fitted_noise_variance(predictive, targets) / variances.double().cpu().mean((0, 1))
+    return GaussianPredictive(predictive.samples, variances * factor.to(variances), shape=predictive.shape)
 
 
 def mixture_variance_factor(squares: Tensor, variances: Tensor, max_steps: int = 200) -> Tensor:

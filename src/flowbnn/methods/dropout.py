@@ -35,7 +35,7 @@ from flowbnn.convert import to_stochastic
 from flowbnn.errors import quote_names, warn
 from flowbnn.likelihoods import Likelihood
 from flowbnn.methods.base import FitOptions, Method, register_method
-from flowbnn.methods.fitting import LossAndLogs, NetworkFunction, negative_log_likelihood
+from flowbnn.methods.fitting import LossAndLogs, NetworkFunction, hold_out, negative_log_likelihood
 from flowbnn.methods.network_layers import (
     disable_nested_tensors,
     dropout_layers,
@@ -137,12 +137,14 @@ class MCDropout(Method):
     ) -> "DropoutPosterior":
         """Trains a network with dropout layers."""
         prepared = prepare(disable_nested_tensors(model), loader, options, self.trains)
+        if self.trains and self.epochs is None:
+            loader, options = hold_out(loader, options)
         point = self.fit_point(model, loader, options, weight_decay, prepared)
         axes = example_axes(model, move(prepared.inputs, device_of(model)))
         uncalled = [name for name, calls in axes.items() if not calls]
         warn_unsampled([*layers_with_inner_dropout(model), *uncalled])
         posterior = DropoutPosterior(model, point.likelihood, point.history, axes)
-        fit_noise_scale(posterior, loader, options.seed)
+        fit_noise_scale(posterior, loader, options.seed, held_out=options.validation_loader)
         return posterior
 
 

@@ -19,7 +19,7 @@ from flowbnn.batches import (
     split_weighted_batch,
 )
 from flowbnn.errors import FlowBNNError, requirement_error, warn
-from flowbnn.likelihoods import Likelihood
+from flowbnn.likelihoods import Likelihood, learns_noise
 from flowbnn.methods.data_summary import check_loader, count_examples, first_batch
 from flowbnn.methods.fit_options import AnyFitOptions, FitOptions
 from flowbnn.methods.loader_split import split_loader
@@ -30,6 +30,7 @@ from flowbnn.noise import Recipe, noise_layers
 from flowbnn.objectives import mean_log_prob
 from flowbnn.options import call_factory
 from flowbnn.posterior.base import Posterior
+from flowbnn.regression import with_fitted_noise
 from flowbnn.training import Clock, EarlyStop, History
 from flowbnn.training.loop import TrainingRun
 from flowbnn.training.options import length_of
@@ -191,16 +192,20 @@ def plan_fit(
 
 
 def make_validator(
-    posterior: Posterior, validation: Iterable[Any] | None, samples: int
+    posterior: Posterior, validation: Iterable[Any] | None, samples: int, fits_noise: bool
 ) -> Callable[[], dict[str, float]] | None:
     """Returns a function that evaluates a posterior on held-out data, with the same draws at every call.
 
     The first batch is evaluated at once, so that errors appear before training.
 
+    During the training of a regression the noise shrinks with the residuals of the training data. The NLL of held-out data then rises
+    while their error still falls. With ``fits_noise``, the NLL is therefore that of the noise that fits the held-out data.
+
     Args:
         posterior: Posterior to evaluate.
         validation: Loader of held-out data, or None.
         samples: Number of networks per prediction.
+        fits_noise: If True, learned noise is fitted to the held-out data for the evaluation, as it is after the training.
     """
     if validation is None:
         return None
@@ -214,7 +219,12 @@ def make_validator(
         run_first_batch(model, inputs, "first validation batch", check)
 
     def validate() -> dict[str, float]:
-        predictive, targets = posterior.predict_with_targets(validation, samples, seed=0, progress=False)
+        fits = fits_noise and learns_noise(posterior.likelihood)
+        predictive, targets = posterior.predict_with_targets(
+            validation, samples, seed=0, progress=False, keep_samples=True if fits else "auto"
+        )
+        if fits:
+            predictive = with_fitted_noise(predictive, torch.as_tensor(targets))
         return {name: float(value) for name, value in predictive.evaluate(targets).items()}
 
     return validate
@@ -263,6 +273,7 @@ def make_training_run(
     schedule: SchedulerFactory | None = None,
     samples: int = 1,
     *,
+    fits_noise: bool = True,
     settings: dict[str, Any] | None = None,
     num_epochs: Callable[[History], int] | None = None,
 ) -> TrainingRun:
@@ -278,10 +289,11 @@ def make_training_run(
         options: Options of the fit.
         schedule: Function from the optimizer and the number of steps to a learning-rate scheduler.
         samples: Number of networks per prediction on the validation data.
+        fits_noise: If True, learned noise is fitted to the validation data for their NLL, as it is after the training.
         settings: Settings of the method that are saved in the checkpoint. A resumed run warns if they have changed.
         num_epochs: Function from the history to the number of epochs, see :func:`~flowbnn.training.train`.
     """
-    validate = make_validator(posterior, options.validation_loader, samples)
+    validate = make_validator(posterior, options.validation_loader, samples, fits_noise)
     objective.network.eval()
     scheduler = None
     if schedule is not None:

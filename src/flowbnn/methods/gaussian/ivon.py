@@ -117,7 +117,7 @@ class IVON(Method):
         with torch.no_grad():
             for name, value in posterior.mean.items():
                 model.get_parameter(name).copy_(value)
-        fit_noise_scale(posterior, loader, options.seed)
+        fit_noise_scale(posterior, training, options.seed, held_out=options.validation_loader)
         return posterior
 
     def _plan(self, loader: Any, options: FitOptions) -> tuple[Any, FitOptions, TrainingPlan]:

@@ -112,7 +112,7 @@ class VBLL(Variational):
             num_epochs=plan.num_epochs,
         ).train()
         module.hook.remove()
-        fit_noise_scale(posterior, loader, options.seed)
+        fit_noise_scale(posterior, training, options.seed, held_out=options.validation_loader)
         return posterior
 
     def _initial_covariance(self, model: nn.Module, layer: str) -> "RowCovariance":

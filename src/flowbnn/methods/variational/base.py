@@ -141,7 +141,7 @@ def fit_elbo(
     )
     with refuse_checkpointing(posterior.model):
         posterior.history = run.train()
-    fit_noise_scale(posterior, loader, options.seed)
+    fit_noise_scale(posterior, training, options.seed, held_out=options.validation_loader)
 
 
 def make_weight_loss(

@@ -134,6 +134,7 @@ def maximize_elbo(
             train_options,
             plan.scheduler,
             options.validation_samples,
+            fits_noise=stops_early,
             settings={**settings, "num_data": elbo.num_data},
             num_epochs=plan.num_epochs,
         )
@@ -141,7 +142,8 @@ def maximize_elbo(
     for layer in noise_layers(model).values():
         layer.fitted = True
     log_scale = likelihood.log_scale.detach().clone() if learns_noise(likelihood) else None
-    noise_scale = fit_noise_scale(posterior, loader, options.seed)
+    held_out = options.validation_loader if stops_early else None  # fb.fit judges its result on these data
+    noise_scale = fit_noise_scale(posterior, loader, options.seed, held_out=held_out)
     needs_batches = options.report or options.validation_loader is not None
     return FinishedFit(
         posterior,
