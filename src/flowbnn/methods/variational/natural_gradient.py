@@ -10,8 +10,8 @@ log-likelihood, a step of size :math:`\rho` is
 (Khan et al. 2018, https://arxiv.org/abs/1806.04854). Every example has its own draw, or several if there are few examples, so that one
 pass over the data estimates both expectations. Ten to thirty passes suffice, without a learning rate: a step that lowers the ELBO by
 more than its standard error is undone and halved. The fit starts at a narrow Gaussian around one. For classes, the mean of the last
-layer is divided by the temperature of the network if this increases the ELBO, and so is the precision replaced by the Gauss-Newton
-matrix plus the precision of the prior.
+layer is divided by the temperature of the network if this increases the ELBO. The precision is then replaced by the Gauss-Newton matrix
+plus the precision of the prior, if this increases it as well.
 
 The Gauss-Newton matrix leaves out the curvature of the network, so that the Gaussian is too narrow. If it has few dimensions, the fit
 ends with steps by the exact Hessian (:mod:`~flowbnn.methods.variational.hessian_refinement`).
