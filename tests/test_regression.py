@@ -108,7 +108,7 @@ def test_fitted_noise_maximizes_the_likelihood_of_the_targets():
 @pytest.mark.parametrize("method", [fb.MLE, fb.NodeNoise])
 def test_the_validation_nll_is_that_of_the_noise_that_fits_the_validation_data(method):
     """The noise scale shrinks with the training residuals, so that the NLL at this scale rises while the error still falls."""
-    data = curve(50, 3)
+    data = noisy_curve()
     posterior = method(epochs=3).fit(network(), batches(), validation=data, seed=0, **QUIET)
     nll, rmse = (posterior.history[f"validation_{name}"][-1] for name in ("nll", "rmse"))
     assert nll == pytest.approx(best_nll(rmse), abs=1e-5 if method is fb.MLE else 0.05)
@@ -132,6 +132,15 @@ def test_noise_that_is_larger_on_held_out_data_is_used(method):
     )
     assert has_best_scale(posterior, *data)
     assert not has_best_scale(posterior, *curve(500, 0))
+
+
+@pytest.mark.filterwarnings("ignore::flowbnn.errors.FlowBNNWarning")  # the held-out data are noisier
+def test_the_report_does_not_compare_noise_that_was_fitted_to_its_data():
+    posterior = fb.NodeNoise(epochs=1).fit(
+        solved(*curve(500, 0)), batches(), validation=noisy_curve(), seed=0, **QUIET
+    )
+    nll = fb.evaluate(posterior, noisy_curve(), seed=0, progress=False)["nll"]
+    assert posterior.report.held_out_gain.after < -nll - 0.5
 
 
 def test_draw_variance_term_lets_the_noise_follow_the_residuals_of_the_mean():

@@ -9,7 +9,7 @@ the targets had been standardized, and the outputs of the network are in the uni
 *Noise.* A learned :math:`\sigma` starts at the size of the residuals (:func:`set_noise_scale`). After training it is fitted once more:
 for a single network to its residuals (:func:`fit_residual_scale`), for a posterior to the likelihood of its predictions
 (:func:`fit_noise_scale`). Residuals of training data are too small. With held-out data, the noise is therefore the larger of the
-values for both. A fixed :math:`\sigma` is compared with the residuals (:func:`check_noise_scale`).
+values for both (:func:`widen_noise_scale`). A fixed :math:`\sigma` is compared with the residuals (:func:`check_noise_scale`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -354,12 +354,7 @@ class NoiseScale(NamedTuple):
 
 @torch.no_grad()
 def fit_noise_scale(
-    posterior: Any,
-    loader: Iterable[Any],
-    seed: int | None,
-    min_ratio: float = 0.0,
-    samples: int = 32,
-    held_out: Iterable[Any] | None = None,
+    posterior: Any, loader: Iterable[Any], seed: int | None, min_ratio: float = 0.0, samples: int = 32
 ) -> NoiseScale | None:
     r"""Sets a learned noise to the maximum of the predictive likelihood, or checks a fixed one (:func:`check_noise_scale`).
 
@@ -369,37 +364,27 @@ def fit_noise_scale(
     again. If every sampled network has its own noise scale (``log_noise``), all are multiplied by one factor. A warning is raised
     if the predictive standard deviation exceeds 1.5 times the residual standard deviation.
 
-    Residuals of data that a posterior was fitted to are too small. With held-out data, the noise is therefore the larger of the two
-    maxima, for each target.
-
     Args:
         posterior: Posterior whose likelihood is changed in place.
         loader: Batches of training data.
         seed: Seed for the order of a shuffled loader.
         min_ratio: Ratio of predictive to residual standard deviation up to which the noise is left unchanged.
         samples: Number :math:`S` of networks.
-        held_out: Batches that the posterior was not fitted to, or None.
     """
     likelihood = posterior.likelihood
     if not learns_noise(likelihood):
         return check_noise_scale(posterior, loader, seed)
-
-    def predict(batches: Iterable[Any]) -> tuple[Any, Tensor]:
-        options: dict[str, Any] = {"seed": 0, "progress": False, "keep_samples": True}
-        predictive, targets = posterior.predict_with_targets(batches, samples, **options)
-        return predictive, torch.as_tensor(targets)
-
     with preserve_rng_state(loader, seed or 0):
-        predictive, targets = predict(loader)
+        predictive, targets = posterior.predict_with_targets(
+            loader, samples, seed=0, progress=False, keep_samples=True
+        )
+    targets = torch.as_tensor(targets)
     outputs, variances = predictive.samples.cpu(), predictive.sample_variances.cpu()
     targets = targets.to(outputs).reshape(outputs.shape[1:])
     error = (targets - outputs.mean(0)).square().mean(0).double()
     noise, spread = variances.double().mean((0, 1)), outputs.double().var(0, correction=0).mean(0)
     if bool((noise + spread > min_ratio**2 * error).any()):
-        fitted, before = fitted_noise_variance(predictive, targets), noise
-        if held_out is not None:
-            fitted = torch.maximum(fitted, fitted_noise_variance(*predict(held_out)))
-        noise = fitted
+        noise, before = fitted_noise_variance(predictive, targets), noise
         for log_scale in (likelihood.log_scale, getattr(posterior, "log_noise", None)):
             if log_scale is not None:
                 log_scale += ((noise / before).log() / 2.0).to(log_scale)
@@ -411,6 +396,27 @@ def fit_noise_scale(
         text = f"{widths}; fit longer, decrease dropout or prior_scale, or use fb.Temperature"
         warn(text, kind="width", width=scale.predicted, residuals=scale.residual)
     return scale
+
+
+@torch.no_grad()
+def widen_noise_scale(posterior: Any, held_out: Iterable[Any] | None, samples: int = 32) -> None:
+    """Increases a learned noise to its maximum-likelihood value for held-out data, for each target where this is larger.
+
+    Residuals of data that a posterior was fitted to are too small.
+
+    Args:
+        posterior: Posterior whose likelihood is changed in place.
+        held_out: Batches that the posterior was not fitted to, or None to change nothing.
+        samples: Number of networks.
+    """
+    likelihood = posterior.likelihood
+    if held_out is None or not learns_noise(likelihood):
+        return
+    predictive, targets = posterior.predict_with_targets(
+        held_out, samples, seed=0, progress=False, keep_samples=True
+    )
+    log_scale = fitted_noise_variance(predictive, torch.as_tensor(targets)).log() / 2.0
+    likelihood.log_scale.copy_(torch.maximum(likelihood.log_scale, log_scale.to(likelihood.log_scale)))
 
 
 def fitted_noise_variance(predictive: GaussianPredictive, targets: Tensor) -> Tensor:

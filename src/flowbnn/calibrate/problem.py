@@ -324,11 +324,9 @@ class CalibrationProblem:
             precise: If False, the fit takes half of the time, see :func:`fit_gaussian`.
             callback: Function that is called after every pass with the number of passes and the ELBO per example.
         """
-        has_classes = isinstance(
-            self.data.likelihood, ClassLikelihood
-        )  # the temperature of a regression scales its noise
         temperature = 1.0
-        if start is None and has_classes:
+        # that of a regression scales the observation noise instead of the outputs
+        if start is None and isinstance(self.data.likelihood, ClassLikelihood):
             temperature = self.data.fit_temperature(indices).temperature
         return fit_gaussian(
             self.network,

@@ -54,7 +54,7 @@ from flowbnn.posterior.noise import NoisePosterior
 from flowbnn.posterior.prediction import new_seed
 from flowbnn.posterior.trace import try_call
 from flowbnn.posterior.weights import generator_of
-from flowbnn.regression import fit_noise_scale
+from flowbnn.regression import fit_noise_scale, widen_noise_scale
 from flowbnn.training import Clock, History
 
 
@@ -144,7 +144,8 @@ class MCDropout(Method):
         uncalled = [name for name, calls in axes.items() if not calls]
         warn_unsampled([*layers_with_inner_dropout(model), *uncalled])
         posterior = DropoutPosterior(model, point.likelihood, point.history, axes)
-        fit_noise_scale(posterior, loader, options.seed, held_out=options.validation_loader)
+        fit_noise_scale(posterior, loader, options.seed)
+        widen_noise_scale(posterior, options.validation_loader)
         return posterior
 
 

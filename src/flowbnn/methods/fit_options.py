@@ -41,9 +41,10 @@ class FitOptions(TrainingOptions):
             and one output, and Gaussian with learned noise for real-valued targets.
         num_data: Number of training examples. By default, it is taken from the loader.
         validation: Loader of held-out data, a fraction of the data to hold out, or None. The negative log-likelihood (NLL) of held-out
-            data and the accuracy or error are recorded at every epoch. Methods fit learned noise to the held-out data for this NLL, as
-            they do after training. Methods hold out a fraction only to find their number of epochs (``epochs=None``).
-            :func:`~flowbnn.fit` always does, to verify its result.
+            data and the accuracy or error are recorded at every epoch. Methods fit learned noise to the held-out data for these
+            numbers, because the noise shrinks with the residuals of the training data. The recorded coverage is then about right by
+            construction. Methods hold out a fraction only to find their number of epochs (``epochs=None``). :func:`~flowbnn.fit` always
+            does, to verify its result.
         batch_size: Number of examples in a batch, if the data are no loader. The default is about 64. These data are shuffled.
         output: Name, position or function that selects the tensor of outputs from what the network returns. By default it is the tensor
             itself, ``.logits``, ``["logits"]``, or the first tensor of a tuple.

@@ -199,13 +199,13 @@ def make_validator(
     The first batch is evaluated at once, so that errors appear before training.
 
     During the training of a regression the noise shrinks with the residuals of the training data. The NLL of held-out data then rises
-    while their error still falls. With ``fits_noise``, the NLL is therefore that of the noise that fits the held-out data.
+    while their error still falls. With ``fits_noise``, all metrics are therefore those of the noise that fits the held-out data.
 
     Args:
         posterior: Posterior to evaluate.
         validation: Loader of held-out data, or None.
         samples: Number of networks per prediction.
-        fits_noise: If True, learned noise is fitted to the held-out data for the evaluation, as it is after the training.
+        fits_noise: If True, learned noise is fitted to the held-out data for the evaluation.
     """
     if validation is None:
         return None
@@ -289,7 +289,7 @@ def make_training_run(
         options: Options of the fit.
         schedule: Function from the optimizer and the number of steps to a learning-rate scheduler.
         samples: Number of networks per prediction on the validation data.
-        fits_noise: If True, learned noise is fitted to the validation data for their NLL, as it is after the training.
+        fits_noise: If True, learned noise is fitted to the validation data for their metrics.
         settings: Settings of the method that are saved in the checkpoint. A resumed run warns if they have changed.
         num_epochs: Function from the history to the number of epochs, see :func:`~flowbnn.training.train`.
     """

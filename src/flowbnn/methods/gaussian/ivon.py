@@ -33,7 +33,7 @@ from flowbnn.methods.variational.weight_noise import gaussian_kl
 from flowbnn.methods.variational.weight_selection import LayerChoice, select_weights
 from flowbnn.objectives import ELBO
 from flowbnn.options import Bounds, Count, Positive, accepts_options_of, options
-from flowbnn.regression import fit_noise_scale
+from flowbnn.regression import fit_noise_scale, widen_noise_scale
 from flowbnn.training.options import length_of
 
 
@@ -117,7 +117,8 @@ class IVON(Method):
         with torch.no_grad():
             for name, value in posterior.mean.items():
                 model.get_parameter(name).copy_(value)
-        fit_noise_scale(posterior, training, options.seed, held_out=options.validation_loader)
+        fit_noise_scale(posterior, training, options.seed)
+        widen_noise_scale(posterior, options.validation_loader)
         return posterior
 
     def _plan(self, loader: Any, options: FitOptions) -> tuple[Any, FitOptions, TrainingPlan]:

@@ -51,7 +51,7 @@ from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, accepts_options_of, options
 from flowbnn.posterior.base import Posterior, Prediction
 from flowbnn.posterior.weights import WeightPosterior, generator_of
-from flowbnn.regression import SCALE, fit_noise_scale, rescale_outputs
+from flowbnn.regression import SCALE, fit_noise_scale, rescale_outputs, widen_noise_scale
 from flowbnn.training import Clock, History
 
 
@@ -112,7 +112,8 @@ class VBLL(Variational):
             num_epochs=plan.num_epochs,
         ).train()
         module.hook.remove()
-        fit_noise_scale(posterior, training, options.seed, held_out=options.validation_loader)
+        fit_noise_scale(posterior, training, options.seed)
+        widen_noise_scale(posterior, options.validation_loader)
         return posterior
 
     def _initial_covariance(self, model: nn.Module, layer: str) -> "RowCovariance":

@@ -40,7 +40,7 @@ from flowbnn.noise.batched import Divergences
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, Positive, UnitInterval, options
 from flowbnn.posterior.weights import WeightPosterior
-from flowbnn.regression import draw_variance_term, fit_noise_scale
+from flowbnn.regression import draw_variance_term, fit_noise_scale, widen_noise_scale
 from flowbnn.training import Clock
 from flowbnn.training.options import length_of
 
@@ -141,7 +141,8 @@ def fit_elbo(
     )
     with refuse_checkpointing(posterior.model):
         posterior.history = run.train()
-    fit_noise_scale(posterior, training, options.seed, held_out=options.validation_loader)
+    fit_noise_scale(posterior, training, options.seed)
+    widen_noise_scale(posterior, options.validation_loader)
 
 
 def make_weight_loss(

@@ -322,7 +322,7 @@ def fit_gaussian(
         scale: Standard deviation of the prior, a float or ``[D]``.
         start: Initial Gaussian. By default, a narrow one around one, see ``temperature``.
         temperature: Temperature of the network without noise, for classes. If it is above 1 and ``start`` is None, the initial mean of
-            the noise of the last layer is divided by it, unless one has the larger ELBO.
+            the noise of the last layer is divided by it if this increases the ELBO.
         precise: If True, the Gaussians of several steps after convergence are averaged, and a Gaussian of few dimensions is refined by
             the exact Hessian (:mod:`~flowbnn.methods.variational.hessian_refinement`). If False, the fit takes half of the time.
         seed: Seed of the draws.

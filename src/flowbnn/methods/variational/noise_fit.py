@@ -38,7 +38,7 @@ from flowbnn.noise.base import layers_with_noise
 from flowbnn.objectives import ELBO, warm_up
 from flowbnn.options import Count, NonNegative, UnitInterval, options
 from flowbnn.posterior.noise import NoisePosterior
-from flowbnn.regression import fit_noise_scale, set_noise_scale
+from flowbnn.regression import fit_noise_scale, set_noise_scale, widen_noise_scale
 from flowbnn.training import Clock
 
 
@@ -94,6 +94,9 @@ def fit_unverified(model: nn.Module, loader: Iterable[Any], options: NoiseFitOpt
         training, training_options = hold_out(loader, options)
     fit = maximize_elbo(model, training, training_options, initial, stops_early=True)
     comparison = compare_held_out(fit) if options.report else None
+    widen_noise_scale(
+        fit.posterior, fit.held_out
+    )  # after the comparison, which would favor noise that fits its data
     gain = None if comparison is None else comparison.gain
     return finish_fit(FitDecision(fit, comparison, gain), options.report, options.progress)
 
@@ -142,8 +145,7 @@ def maximize_elbo(
     for layer in noise_layers(model).values():
         layer.fitted = True
     log_scale = likelihood.log_scale.detach().clone() if learns_noise(likelihood) else None
-    held_out = options.validation_loader if stops_early else None  # fb.fit judges its result on these data
-    noise_scale = fit_noise_scale(posterior, loader, options.seed, held_out=held_out)
+    noise_scale = fit_noise_scale(posterior, loader, options.seed)
     needs_batches = options.report or options.validation_loader is not None
     return FinishedFit(
         posterior,
